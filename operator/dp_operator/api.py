@@ -25,12 +25,24 @@ PLURAL = "dataparalleldeployments"
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[int, Meta(ge=0, le=604_800)]
-IntOrPercent = Annotated[int | str, Meta(extra_json_schema={"x-kubernetes-int-or-string": True})]
+# Of int-or-string fields the API server checks a pattern and a length only where the value is a string.
+IntOrPercent = Annotated[
+    int | str,
+    Meta(
+        extra_json_schema={
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maxLength": 4,
+            "pattern": "^([0-9]|[1-9][0-9]|100)%$",
+        }
+    ),
+]
 Quantity = Annotated[
     int | str,
     Meta(
         extra_json_schema={
             "x-kubernetes-int-or-string": True,
+            "maxLength": 32,
             "pattern": r"^\+?([0-9]+|[0-9]+\.[0-9]*|\.[0-9]+)(([KMGTPE]i)|[numkMGTPE]|([eE][-+]?[0-9]+))?$",
         }
     ),
@@ -46,17 +58,19 @@ class _Spec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     """Base of spec types. Unknown fields are ignored: the API server has already pruned or kept them."""
 
 
-class Model(_Spec):
+class Model(_Spec, frozen=True, kw_only=True):
     """What is served, and whether its DP ranks are one lock-stepped group (MoE) or independent engines (Dense)."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=512, description="Model name or path, as `vllm serve` takes it.")]
+    name: Annotated[
+        str, Meta(min_length=1, max_length=512, description="Model name or path, as `vllm serve` takes it.")
+    ]
     architecture: Annotated[
         Literal["Dense", "MoE"],
         Meta(description="Dense or MoE. vLLM's data-parallel rules differ, and only you know the model."),
     ]
 
 
-class EnvVar(_Spec):
+class EnvVar(_Spec, frozen=True, kw_only=True):
     """One environment variable of the engine container."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
@@ -64,14 +78,14 @@ class EnvVar(_Spec):
     value_from: Opaque | None = None
 
 
-class Resources(_Spec):
+class Resources(_Spec, frozen=True, kw_only=True):
     """Requests and limits of the engine container, devices aside."""
 
     requests: ResourceList = {}
     limits: ResourceList = {}
 
 
-class Engine(_Spec):
+class Engine(_Spec, frozen=True, kw_only=True):
     """The vLLM container."""
 
     image: Annotated[str, Meta(min_length=1, max_length=512, description="Any unmodified vLLM image, or the stand-in.")]
@@ -100,7 +114,7 @@ class Engine(_Spec):
     shared_memory: Annotated[Quantity, Meta(description="Size of /dev/shm per local rank.")] = "2Gi"
 
 
-class DataParallel(_Spec):
+class DataParallel(_Spec, frozen=True, kw_only=True):
     """Shape of one group of ranks."""
 
     size: Annotated[int, Meta(ge=1, le=4096, description="Data-parallel ranks in one group.")]
@@ -118,7 +132,7 @@ class DataParallel(_Spec):
     ) = None
 
 
-class Devices(_Spec):
+class Devices(_Spec, frozen=True, kw_only=True):
     """Who decides which accelerators a container sees."""
 
     assignment: Annotated[
@@ -134,14 +148,14 @@ class Devices(_Spec):
     per_node: Annotated[int, Meta(ge=1, le=64, description="Devices of one node, used by Slots.")] = 8
 
 
-class Startup(_Spec):
+class Startup(_Spec, frozen=True, kw_only=True):
     """Limits on starting; changing them touches no pod."""
 
     timeout_seconds: Annotated[int, Meta(ge=10, le=604_800)] = 3600
     schedule_timeout_seconds: Annotated[int, Meta(ge=10, le=604_800)] = 900
 
 
-class FailurePolicy(_Spec):
+class FailurePolicy(_Spec, frozen=True, kw_only=True):
     """How often and how fast a failed group is tried again."""
 
     max_restarts: (
@@ -154,7 +168,7 @@ class FailurePolicy(_Spec):
     unhealthy_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 60
 
 
-class Rollout(_Spec):
+class Rollout(_Spec, frozen=True, kw_only=True):
     """How many groups may be replaced at once."""
 
     max_surge: IntOrPercent = 0
@@ -162,26 +176,26 @@ class Rollout(_Spec):
     paused: bool = False
 
 
-class Drain(_Spec):
+class Drain(_Spec, frozen=True, kw_only=True):
     """How a serving group is taken away: first its endpoint, then its head, then its workers."""
 
     endpoint_seconds: Annotated[int, Meta(ge=0, le=3600)] = 5
     timeout_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 60
 
 
-class Disruption(_Spec):
+class Disruption(_Spec, frozen=True, kw_only=True):
     """What evictions may do."""
 
     policy: Literal["Managed", "Closed", "Open"] = "Managed"
 
 
-class Scheduling(_Spec):
+class Scheduling(_Spec, frozen=True, kw_only=True):
     """Gang scheduler that should place the pods of a group together."""
 
     pod_group: Literal["None", "Volcano", "Coscheduling", "Kueue"] = "None"
 
 
-class ServicePort(_Spec):
+class ServicePort(_Spec, frozen=True, kw_only=True):
     """One port of the client Service."""
 
     port: Port
@@ -190,7 +204,7 @@ class ServicePort(_Spec):
     app_protocol: Annotated[str, Meta(max_length=253)] | None = None
 
 
-class Service(_Spec):
+class Service(_Spec, frozen=True, kw_only=True):
     """The Service that clients talk to: heads of serving groups, nothing else."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
@@ -198,7 +212,7 @@ class Service(_Spec):
     ports: Annotated[list[ServicePort], Meta(max_length=16, description="Default: the engine's port.")] = []
 
 
-class NetworkPolicy(_Spec):
+class NetworkPolicy(_Spec, frozen=True, kw_only=True):
     """Who may reach the pods. vLLM's ZeroMQ ports have no authentication."""
 
     mode: Literal["Managed", "Off"] = "Managed"
@@ -206,7 +220,7 @@ class NetworkPolicy(_Spec):
     peers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=63)]], Meta(max_length=16)] = []
 
 
-class Spec(_Spec):
+class Spec(_Spec, frozen=True, kw_only=True):
     """Desired state of a DataParallelDeployment."""
 
     model: Model
@@ -237,7 +251,7 @@ class _Status(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=T
     """Base of status types. Times are RFC 3339 in UTC with whole seconds."""
 
 
-class Condition(_Status):
+class Condition(_Status, frozen=True, kw_only=True):
     """A Kubernetes condition."""
 
     type: Annotated[str, Meta(max_length=64)]
@@ -248,7 +262,7 @@ class Condition(_Status):
     observed_generation: int = 0
 
 
-class Ranks(_Status):
+class Ranks(_Status, frozen=True, kw_only=True):
     """Ranks of all wanted groups that reached at least each stage."""
 
     expected: int = 0
@@ -263,7 +277,7 @@ RankRanges = Annotated[str, Meta(max_length=1024, description="Ranks as ranges, 
 Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 
 
-class Stages(_Status):
+class Stages(_Status, frozen=True, kw_only=True):
     """Ranks of one group that reached at least each stage, as ranges."""
 
     arrived: RankRanges = ""
@@ -272,7 +286,7 @@ class Stages(_Status):
     ready: RankRanges = ""
 
 
-class Failure(_Status):
+class Failure(_Status, frozen=True, kw_only=True):
     """Why one incarnation of a group ended."""
 
     reason: Annotated[str, Meta(max_length=64)]
@@ -289,7 +303,7 @@ class Failure(_Status):
     log_tail: Annotated[str, Meta(max_length=2048)] = ""
 
 
-class GroupStatus(_Status):
+class GroupStatus(_Status, frozen=True, kw_only=True):
     """One incarnation of a group, and the ledger of its restarts and their causes.
 
     An entry without head pod is a group between two incarnations: waiting for its back-off.
@@ -318,7 +332,7 @@ class GroupStatus(_Status):
     last_failures: Annotated[list[Failure], Meta(max_length=3)] = []
 
 
-class Status(_Status):
+class Status(_Status, frozen=True, kw_only=True):
     """Observed state of a DataParallelDeployment."""
 
     observed_generation: int = 0

@@ -1,0 +1,506 @@
+"""What a DataParallelDeployment must meet beyond its schema: every rule once, as CEL and as Python.
+
+The CEL goes into the CRD, so that the API server refuses an object with the message below. The Python side is for
+objects that an older CRD let in: the operator checks them again and says the same words in `Accepted=False`.
+
+A message says what to write instead. A rule that doubts lets the object through: vLLM itself still refuses nonsense,
+and a false refusal leaves no way around it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from dp_handshake.messages import MONITOR_PORT
+from dp_operator.api import Spec
+from dp_operator.naming import NAME_MAX
+
+# Ports from here on may be taken by outgoing connections (the first of Linux' ephemeral range).
+EPHEMERAL_PORTS_START = 32768
+
+
+class Owned(Struct, frozen=True, kw_only=True):
+    """Flags of vLLM that one field of the spec, or the operator by itself, decides.
+
+    A pattern stands for every form in which vLLM's argument parser takes the flag: `--hea[dless]` is `--hea`,
+    `--head` … `--headless` (an abbreviation counts as long as one release resolves it), `--data-parallel*` is anything
+    that begins so, `-n#` is `-n` with digits attached.
+    """
+
+    patterns: tuple[str, ...]
+    instead: str
+
+
+# vLLM's parser turns underscores in `--` flags into dashes, takes a value behind `=`, and takes unambiguous prefixes
+# of long flags and of its many-letter short flags. No flag of vLLM that we leave to the user is itself such a prefix.
+OWNED_FLAGS = (
+    Owned(
+        patterns=("--data-parallel*", "--no-data-parallel*", "-dp*"),
+        instead="the operator places the ranks: write spec.dataParallel (size, sizeLocal, loadBalancing, rpcPort)",
+    ),
+    Owned(patterns=("--te[nsor-parallel-size]", "-t[p]"), instead="write spec.tensorParallelSize"),
+    Owned(patterns=("--pi[peline-parallel-size]", "-p[p]"), instead="write spec.pipelineParallelSize"),
+    Owned(
+        patterns=("--enable-ex[pert-parallel]", "--no-enable-ex[pert-parallel]", "-e[p]"),
+        instead="write spec.enableExpertParallel",
+    ),
+    Owned(patterns=("--api-s[erver-count]", "-a[sc]"), instead="write spec.dataParallel.apiServerCount"),
+    Owned(patterns=("--por[t]",), instead="write spec.engine.port"),
+    Owned(patterns=("--shu[tdown-timeout]",), instead="write spec.drain.timeoutSeconds"),
+    # `--conf` and `--confi` are ambiguous (`--config-format`), and vLLM reads the file for the whole word only.
+    Owned(
+        patterns=("--config",), instead="a file could set flags the operator owns: write its flags as spec.engine.args"
+    ),
+    Owned(
+        patterns=("--hea[dless]", "--ho[st]", "--ud[s]"),
+        instead="the operator decides which pod serves the API and where it listens: leave it out",
+    ),
+    Owned(
+        patterns=("--nn[odes]", "--nod[e-rank]", "--master-a[ddr]", "--master-p[ort]", "-n", "-n#", "-r", "-r#"),
+        instead="one rank lives in one pod, with its tensor and pipeline parallel workers: leave it out",
+    ),
+)
+
+OWNED_ENV_NAMES = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_ENGINE_READY_TIMEOUT_S")
+OWNED_ENV_PREFIXES = ("VLLM_DP_", "DPD_")
+
+# Variables by which a runtime hides devices. With a device plugin they come from the plugin.
+VISIBLE_DEVICES_ENV_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_DEVICES",
+)
+
+
+class Rule(Struct, frozen=True, kw_only=True):
+    """One rule.
+
+    `cel` is true for a spec (`self`) that keeps the rule, `broken` is true for one that does not. `field` is the field
+    to blame, below spec and with a leading dot.
+    """
+
+    field: str
+    cel: str
+    broken: Callable[[Spec], bool]
+    message: str
+
+
+def _written(pattern: str) -> tuple[set[str], set[str], set[str]]:
+    """Exact forms, prefixes, and forms that digits may follow, of one pattern of `Owned`."""
+    if pattern.endswith("*"):
+        return set(), {pattern[:-1]}, set()
+    if pattern.endswith("#"):
+        return set(), set(), {pattern[:-1]}
+    start, _, rest = pattern.partition("[")
+    rest = rest.removesuffix("]")
+    return {start + rest[:n] for n in range(len(rest) + 1)}, set(), set()
+
+
+def _forms(owned: Owned) -> tuple[list[str], list[str], list[str]]:
+    forms = [_written(pattern) for pattern in owned.patterns]
+    exact, prefixes, digits = (sorted(set().union(*kind)) for kind in zip(*forms, strict=True))
+    return exact, prefixes, digits
+
+
+def owned_flag(arg: str) -> Owned | None:
+    """Find the owner of the flag that vLLM's parser would see in one argument, or None for a value or a free flag."""
+    key = arg.split("=", 1)[0].replace("_", "-")
+    for owned in OWNED_FLAGS:
+        exact, prefixes, digits = _forms(owned)
+        if key in exact or key.startswith(tuple(prefixes)):
+            return owned
+        if any(re.fullmatch(f"{flag}[0-9]+", key) for flag in digits):
+            return owned
+    return None
+
+
+def owned_env(name: str, spec: Spec) -> bool:
+    """Whether the operator sets this environment variable itself."""
+    slots = spec.devices.assignment == "Slots" and name == spec.devices.visible_devices_env_name
+    return name in OWNED_ENV_NAMES or name.startswith(OWNED_ENV_PREFIXES) or slots
+
+
+def _strings(values: tuple[str, ...] | list[str]) -> str:
+    return "[" + ", ".join(f"'{value}'" for value in values) + "]"
+
+
+def _flag_rule(owned: Owned) -> Rule:
+    exact, prefixes, digits = _forms(owned)
+    hits = [f"k in {_strings(exact)}"] if exact else []
+    hits += [f"k.startsWith('{prefix}')" for prefix in prefixes]
+    hits += [f"k.matches('^{flag}[0-9]+$')" for flag in digits]
+    names = [re.sub(r"[\[\]]", "", pattern) for pattern in owned.patterns if not pattern.endswith("#")]
+    return Rule(
+        field=".engine.args",
+        cel=f"self.engine.args.map(a, a.split('=', 2)[0].replace('_', '-')).all(k, !({' || '.join(hits)}))",
+        broken=lambda spec: any(owned_flag(arg) is owned for arg in spec.engine.args),
+        message=f"a flag the operator owns ({', '.join(names)}, or a short form of it): {owned.instead}",
+    )
+
+
+def _older_than(version: str | None, minor: int) -> bool:
+    """Whether a version given as 0.x is below 0.`minor`; an absent or unreadable version is not."""
+    match = re.match(r"0\.([0-9]+)", version or "")
+    return match is not None and int(match[1]) < minor
+
+
+def _not_older_than(minor: int) -> str:
+    """CEL for a version that is absent or at least 0.`minor`, `minor` between 10 and 99."""
+    tens, units = divmod(minor, 10)
+    older = [r"[0-9]", f"[1-{tens - 1}][0-9]" if tens > 1 else "", f"{tens}[0-{units - 1}]" if units else ""]
+    pattern = "|".join(part for part in older if part)
+    return f"!has(self.engine.version) || !self.engine.version.matches('^0[.]({pattern})([^0-9].*)?$')"
+
+
+def _devices_per_pod(spec: Spec) -> int:
+    return spec.data_parallel.size_local * spec.tensor_parallel_size * spec.pipeline_parallel_size
+
+
+def _taken_ports(spec: Spec) -> tuple[int, int, int]:
+    return spec.data_parallel.rpc_port, spec.data_parallel.rpc_port + 1, MONITOR_PORT
+
+
+def _supervised(spec: Spec) -> bool:
+    return spec.data_parallel.load_balancing == "External" and spec.data_parallel.size_local >= 2
+
+
+_DEDICATED = "self.dataParallel.headPlacement != 'Dedicated' || "
+_EXTERNAL = "self.dataParallel.loadBalancing != 'External' || "
+_SUPERVISED = f"{_EXTERNAL}self.dataParallel.sizeLocal < 2 || "
+
+RULES = (
+    Rule(
+        field=".dataParallel.sizeLocal",
+        cel="self.dataParallel.size % self.dataParallel.sizeLocal == 0",
+        broken=lambda spec: spec.data_parallel.size % spec.data_parallel.size_local != 0,
+        message="every pod runs the same number of ranks: write a sizeLocal that divides size",
+    ),
+    Rule(
+        field=".dataParallel.headPlacement",
+        cel=f"{_DEDICATED}self.model.architecture == 'Dense'",
+        broken=lambda spec: spec.data_parallel.head_placement == "Dedicated" and spec.model.architecture != "Dense",
+        message=(
+            "Dedicated is for Dense models: rank 0 of an MoE group binds the group's store on the head's IP, so it must "
+            "run in the head pod; write headPlacement: Colocated"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.headPlacement",
+        cel=f"{_DEDICATED}self.dataParallel.size >= 2",
+        broken=lambda spec: spec.data_parallel.head_placement == "Dedicated" and spec.data_parallel.size < 2,
+        message="Dedicated needs at least two ranks to balance over: write size: 2 or more, or headPlacement: Colocated",
+    ),
+    Rule(
+        field=".dataParallel.headPlacement",
+        cel=f"{_DEDICATED}self.dataParallel.loadBalancing == 'Internal'",
+        broken=lambda spec: (
+            spec.data_parallel.head_placement == "Dedicated" and spec.data_parallel.load_balancing != "Internal"
+        ),
+        message=(
+            "Dedicated is the head of Internal load balancing; with Hybrid and External every pod serves the API: "
+            "write loadBalancing: Internal, or headPlacement: Colocated"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.headPlacement",
+        cel=f"{_DEDICATED}{_not_older_than(14)}",
+        broken=lambda spec: spec.data_parallel.head_placement == "Dedicated" and _older_than(spec.engine.version, 14),
+        message=(
+            "Dedicated needs vLLM 0.14 or newer, where Dense ranks are independent engines: "
+            "write headPlacement: Colocated, or a newer engine.image and engine.version"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.loadBalancing",
+        cel=f"{_EXTERNAL}self.model.architecture == 'MoE'",
+        broken=lambda spec: spec.data_parallel.load_balancing == "External" and spec.model.architecture != "MoE",
+        message=(
+            "vLLM refuses External for Dense models, whose ranks share nothing: "
+            "write loadBalancing: Internal, or size: 1 and as many replicas"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.loadBalancing",
+        cel=f"{_EXTERNAL}self.dataParallel.size >= 2",
+        broken=lambda spec: spec.data_parallel.load_balancing == "External" and spec.data_parallel.size < 2,
+        message="External needs at least two ranks: write size: 2 or more, or loadBalancing: Internal",
+    ),
+    Rule(
+        field=".dataParallel.loadBalancing",
+        cel=f"{_SUPERVISED}{_not_older_than(22)}",
+        broken=lambda spec: _supervised(spec) and _older_than(spec.engine.version, 22),
+        message=(
+            "External with several ranks per pod needs vLLM 0.22 or newer: "
+            "write sizeLocal: 1, or a newer engine.image and engine.version"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.apiServerCount",
+        cel=f"{_SUPERVISED}!has(self.dataParallel.apiServerCount) || self.dataParallel.apiServerCount == 1",
+        broken=lambda spec: _supervised(spec) and spec.data_parallel.api_server_count not in {None, 1},
+        message="External with several ranks per pod has one API server per rank: leave apiServerCount out",
+    ),
+    Rule(
+        field=".dataParallel.supervisorPort",
+        cel=(
+            f"{_SUPERVISED}self.dataParallel.supervisorPort < self.engine.port || "
+            "self.dataParallel.supervisorPort >= self.engine.port + self.dataParallel.sizeLocal"
+        ),
+        broken=lambda spec: (
+            _supervised(spec)
+            and 0 <= spec.data_parallel.supervisor_port - spec.engine.port < spec.data_parallel.size_local
+        ),
+        message="the ranks of a pod listen on engine.port up to engine.port + sizeLocal - 1: write a port outside of it",
+    ),
+    Rule(
+        field=".dataParallel.loadBalancing",
+        cel=(
+            "self.dataParallel.loadBalancing != 'Hybrid' || "
+            "(self.dataParallel.sizeLocal >= 2 && self.dataParallel.sizeLocal < self.dataParallel.size)"
+        ),
+        broken=lambda spec: (
+            spec.data_parallel.load_balancing == "Hybrid"
+            and not 2 <= spec.data_parallel.size_local < spec.data_parallel.size
+        ),
+        message=(
+            "Hybrid balances over the ranks of one pod, and vLLM drops it for one rank or for all of them: "
+            "write a sizeLocal of at least 2 and below size, or loadBalancing: Internal"
+        ),
+    ),
+    Rule(
+        field=".devices.perNode",
+        cel=(
+            "self.devices.assignment != 'Slots' || self.devices.perNode % "
+            "(self.dataParallel.sizeLocal * self.tensorParallelSize * self.pipelineParallelSize) == 0"
+        ),
+        broken=lambda spec: spec.devices.assignment == "Slots" and spec.devices.per_node % _devices_per_pod(spec) != 0,
+        message=(
+            "a node must hold a whole number of pods: write a perNode that is a multiple of "
+            "sizeLocal x tensorParallelSize x pipelineParallelSize"
+        ),
+    ),
+    Rule(
+        field=".engine.port",
+        cel=(f"!(self.engine.port in [self.dataParallel.rpcPort, self.dataParallel.rpcPort + 1, {MONITOR_PORT}])"),
+        broken=lambda spec: spec.engine.port in _taken_ports(spec),
+        message=(
+            f"the head also listens on dataParallel.rpcPort, rpcPort + 1 and {MONITOR_PORT} (monitor): "
+            "write another engine.port"
+        ),
+    ),
+    Rule(
+        field=".dataParallel.rpcPort",
+        cel=f"!({MONITOR_PORT} in [self.dataParallel.rpcPort, self.dataParallel.rpcPort + 1])",
+        broken=lambda spec: MONITOR_PORT in _taken_ports(spec)[:2],
+        message=f"the relay takes rpcPort and the engine rpcPort + 1; {MONITOR_PORT} is the monitor's: write another rpcPort",
+    ),
+    Rule(
+        field=".dataParallel.rpcPort",
+        cel=f"self.dataParallel.rpcPort + 1 < {EPHEMERAL_PORTS_START}",
+        broken=lambda spec: spec.data_parallel.rpc_port + 1 >= EPHEMERAL_PORTS_START,
+        message=(
+            f"from {EPHEMERAL_PORTS_START} on an outgoing connection may hold the port when the engine needs it: "
+            f"write an rpcPort of at most {EPHEMERAL_PORTS_START - 2}"
+        ),
+    ),
+    Rule(
+        field=".failurePolicy.backoffSeconds",
+        cel="self.failurePolicy.backoffSeconds <= self.failurePolicy.maxBackoffSeconds",
+        broken=lambda spec: spec.failure_policy.backoff_seconds > spec.failure_policy.max_backoff_seconds,
+        message="the back-off starts at backoffSeconds and ends at maxBackoffSeconds: write at most maxBackoffSeconds",
+    ),
+    Rule(
+        field=".rollout",
+        cel="!(string(self.rollout.maxSurge) in ['0', '0%'] && string(self.rollout.maxUnavailable) in ['0', '0%'])",
+        broken=lambda spec: (
+            str(spec.rollout.max_surge) in {"0", "0%"} and str(spec.rollout.max_unavailable) in {"0", "0%"}
+        ),
+        message="with maxSurge and maxUnavailable both 0 no group could ever be replaced: write maxUnavailable: 1",
+    ),
+    Rule(
+        field=".engine.env",
+        cel=(
+            f"self.engine.env.all(e, !(e.name in {_strings(OWNED_ENV_NAMES)}"
+            + "".join(f" || e.name.startsWith('{prefix}')" for prefix in OWNED_ENV_PREFIXES)
+            + "))"
+        ),
+        broken=lambda spec: any(
+            entry.name in OWNED_ENV_NAMES or entry.name.startswith(OWNED_ENV_PREFIXES) for entry in spec.engine.env
+        ),
+        message=(
+            f"the operator sets {', '.join(OWNED_ENV_NAMES)} and everything that begins with "
+            f"{' or '.join(OWNED_ENV_PREFIXES)}: leave it out"
+        ),
+    ),
+    Rule(
+        field=".engine.env",
+        cel=(
+            "self.devices.assignment != 'Slots' || self.engine.env.all(e, e.name != self.devices.visibleDevicesEnvName)"
+        ),
+        broken=lambda spec: (
+            spec.devices.assignment == "Slots"
+            and any(entry.name == spec.devices.visible_devices_env_name for entry in spec.engine.env)
+        ),
+        message=(
+            "with devices.assignment: Slots the operator sets devices.visibleDevicesEnvName for every pod: leave it out, "
+            "or write assignment: None to choose devices yourself"
+        ),
+    ),
+    Rule(
+        field=".engine.env",
+        cel=(
+            "self.devices.assignment != 'DevicePlugin' || self.engine.env.all(e, "
+            f"e.name != self.devices.visibleDevicesEnvName && !(e.name in {_strings(VISIBLE_DEVICES_ENV_NAMES)}))"
+        ),
+        broken=lambda spec: (
+            spec.devices.assignment == "DevicePlugin"
+            and any(
+                entry.name in {spec.devices.visible_devices_env_name, *VISIBLE_DEVICES_ENV_NAMES}
+                for entry in spec.engine.env
+            )
+        ),
+        message=(
+            "with devices.assignment: DevicePlugin the plugin decides which devices a container sees: leave the "
+            "visible-devices variable out, or write assignment: Slots for fixed indices"
+        ),
+    ),
+    Rule(
+        field=".engine.env",
+        cel="self.engine.env.all(e, !(has(e.value) && has(e.valueFrom)))",
+        broken=lambda spec: any(entry.value is not None and entry.value_from is not None for entry in spec.engine.env),
+        message="a variable has one source: write value or valueFrom, not both",
+    ),
+    *(
+        Rule(
+            field=path,
+            cel=(
+                f"!(self.devices.resourceName in self{path}.limits) && "
+                f"!(self.devices.resourceName in self{path}.requests)"
+            ),
+            broken=broken,
+            message=(
+                "the operator counts devices per pod: leave devices.resourceName out here and "
+                "write devices.assignment: DevicePlugin"
+            ),
+        )
+        for path, broken in (
+            (
+                ".engine.resources",
+                lambda spec: (
+                    spec.devices.resource_name in {*spec.engine.resources.limits, *spec.engine.resources.requests}
+                ),
+            ),
+            (
+                ".headResources",
+                lambda spec: spec.devices.resource_name in {*spec.head_resources.limits, *spec.head_resources.requests},
+            ),
+        )
+    ),
+    Rule(
+        field=".service.ports",
+        cel="size(self.service.ports) < 2 || self.service.ports.all(p, has(p.name))",
+        broken=lambda spec: len(spec.service.ports) > 1 and any(port.name is None for port in spec.service.ports),
+        message="a Service with several ports needs a name for each: write name",
+    ),
+    Rule(
+        field=".service.ports",
+        cel="self.service.ports.all(p, !has(p.name) || self.service.ports.exists_one(q, has(q.name) && q.name == p.name))",
+        broken=lambda spec: len(names := [port.name for port in spec.service.ports if port.name]) != len(set(names)),
+        message="two ports of the Service have the same name: write another one",
+    ),
+    *(_flag_rule(owned) for owned in OWNED_FLAGS),
+)
+
+
+def _not_yet(*, field: str, what: str, instead: str, cel: str, broken: Callable[[Spec], bool]) -> Rule:
+    return Rule(field=field, cel=cel, broken=broken, message=f"{what} is not supported by this release; {instead}")
+
+
+# Fields that the API has and this release does not act on. To support one, delete its entry.
+NOT_YET = (
+    _not_yet(
+        field=".dataParallel.loadBalancing",
+        what="loadBalancing Hybrid or External",
+        instead="leave it out, or write Internal",
+        cel="self.dataParallel.loadBalancing == 'Internal'",
+        broken=lambda spec: spec.data_parallel.load_balancing != "Internal",
+    ),
+    _not_yet(
+        field=".template",
+        what="template",
+        instead="leave it out",
+        cel="!has(self.template)",
+        broken=lambda spec: spec.template is not None,
+    ),
+    _not_yet(
+        field=".headTemplate",
+        what="headTemplate",
+        instead="leave it out",
+        cel="!has(self.headTemplate)",
+        broken=lambda spec: spec.head_template is not None,
+    ),
+    _not_yet(
+        field=".scheduling.podGroup",
+        what="a gang scheduler",
+        instead="leave scheduling.podGroup out, or write None",
+        cel="self.scheduling.podGroup == 'None'",
+        broken=lambda spec: spec.scheduling.pod_group != "None",
+    ),
+    _not_yet(
+        field=".rollout.maxSurge",
+        what="a maxSurge other than 0",
+        instead="leave it out",
+        cel="string(self.rollout.maxSurge) in ['0', '0%']",
+        broken=lambda spec: str(spec.rollout.max_surge) not in {"0", "0%"},
+    ),
+    _not_yet(
+        field=".rollout.maxUnavailable",
+        what="a maxUnavailable other than 1",
+        instead="leave it out",
+        cel="string(self.rollout.maxUnavailable) == '1'",
+        broken=lambda spec: str(spec.rollout.max_unavailable) != "1",
+    ),
+    _not_yet(
+        field=".rollout.paused",
+        what="a paused rollout",
+        instead="leave it out",
+        cel="!self.rollout.paused",
+        broken=lambda spec: spec.rollout.paused,
+    ),
+    _not_yet(
+        field=".networkPolicy.peers",
+        what="networkPolicy.peers",
+        instead="leave it out, or write mode: Off and a policy of your own",
+        cel="size(self.networkPolicy.peers) == 0",
+        broken=lambda spec: bool(spec.network_policy.peers),
+    ),
+    _not_yet(
+        field=".disruption.policy",
+        what="a disruption.policy other than Managed",
+        instead="leave it out",
+        cel="self.disruption.policy == 'Managed'",
+        broken=lambda spec: spec.disruption.policy != "Managed",
+    ),
+)
+
+# A name becomes part of pod, Service and label names: a DNS-1035 label, short enough for all of them.
+NAME_CEL = f"self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= {NAME_MAX}"
+NAME_MESSAGE = (
+    f"metadata.name becomes part of the names of pods and Services: write at most {NAME_MAX} lower-case letters, digits "
+    "and dashes, beginning with a letter and ending with a letter or digit"
+)
+
+
+def refusals(*, name: str, spec: Spec) -> list[str]:
+    """Why the CRD of this release would refuse an object, as `field: message`; empty where it accepts it."""
+    found = [f"spec{rule.field}: {rule.message}" for rule in (*RULES, *NOT_YET) if rule.broken(spec)]
+    if len(name) > NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        found.insert(0, f"metadata.name: {NAME_MESSAGE}")
+    return found
