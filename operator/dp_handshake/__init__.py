@@ -1,0 +1,1 @@
+"""Handshake relay, its monitor, and the launcher of the engine containers."""

@@ -23,7 +23,7 @@ class _Message(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=
     pass
 
 
-class Fill(_Message):
+class Fill(_Message, frozen=True):
     """An argv item that only the running group can know; the launcher fills it in.
 
     headIP is the head's pod IP; startRank is the first global rank of the pod.
@@ -32,7 +32,7 @@ class Fill(_Message):
     fill: Literal["headIP", "startRank"]
 
 
-class Versioned(_Message):
+class Versioned(_Message, frozen=True):
     """Argv items for a range of installed engine versions: since <= version < until. Kept when unknown."""
 
     items: list[str | Fill]
@@ -40,7 +40,7 @@ class Versioned(_Message):
     until: str | None = None
 
 
-class WorkerSet(_Message):
+class WorkerSet(_Message, frozen=True):
     """The pods of one StatefulSet: ordinals ordinalStart … ordinalStart+replicas-1.
 
     The pod with ordinal n runs `sizeLocal` ranks from `firstRank + rankStride * n` on (n is the ordinal itself,
@@ -54,7 +54,7 @@ class WorkerSet(_Message):
     ordinal_start: int = 0
 
 
-class LaunchPlan(_Message):
+class LaunchPlan(_Message, frozen=True):
     """Everything about one incarnation that is known before any of its pods runs."""
 
     name: str
@@ -83,7 +83,7 @@ class LaunchPlan(_Message):
         return self.size_local if self.head_placement == "Colocated" else 0
 
 
-class CheckIn(_Message):
+class CheckIn(_Message, frozen=True):
     """A launcher says that its container runs and what it found. `launch` is random per launcher process."""
 
     incarnation: str
@@ -100,7 +100,7 @@ class CheckIn(_Message):
     wait_seconds: float = 20.0
 
 
-class CheckInReply(_Message):
+class CheckInReply(_Message, frozen=True):
     """waiting: ask again. released: exec the engine. refused (HTTP 409): never exec; `message` says why."""
 
     state: Literal["waiting", "released", "refused"]
@@ -110,7 +110,7 @@ class CheckInReply(_Message):
     message: str = ""
 
 
-class Violation(_Message):
+class Violation(_Message, frozen=True):
     """A frame or peer that does not belong in this handshake. Never forwarded to the engine."""
 
     time: float
@@ -122,7 +122,7 @@ class Violation(_Message):
     count: int = 1
 
 
-class RankLost(_Message):
+class RankLost(_Message, frozen=True):
     """A rank whose connection ended between HELLO and READY: the fastest sign of its death."""
 
     time: float
@@ -131,7 +131,7 @@ class RankLost(_Message):
     message: str
 
 
-class PodRestarted(_Message):
+class PodRestarted(_Message, frozen=True):
     """A container that checked in again after the release: its engine is gone and can never rejoin."""
 
     time: float
@@ -139,7 +139,7 @@ class PodRestarted(_Message):
     message: str
 
 
-class Stages(_Message):
+class Stages(_Message, frozen=True):
     """Ranks that reached at least each stage, as range strings.
 
     Local ranks (those in the head pod) cannot be told apart before the API answers: until all of them have
@@ -152,7 +152,7 @@ class Stages(_Message):
     ready: str = ""
 
 
-class Local(_Message):
+class Local(_Message, frozen=True):
     """Counts of the head pod's own ranks, read from /proc/net/tcp and the engine's /health."""
 
     expected: int = 0
@@ -161,7 +161,7 @@ class Local(_Message):
     ready: int = 0
 
 
-class Snapshot(_Message):
+class Snapshot(_Message, frozen=True):
     """State of one incarnation's start, as the relay sees it."""
 
     incarnation: str

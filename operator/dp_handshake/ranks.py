@@ -37,3 +37,9 @@ def parse_ranks(text: str) -> set[int]:
         first, _, last = part.partition("-")
         ranks.update(range(int(first), int(last or first) + 1))
     return ranks
+
+
+def count_ranks(text: str) -> int:
+    """Number of ranks in a range string, also in one that format_ranks had to cut."""
+    listed, _, cut = text.partition("…+")
+    return len(parse_ranks(listed.rstrip(","))) + int(cut or 0)

@@ -1,0 +1,1 @@
+"""The operator: one DataParallelDeployment in, groups of vLLM data-parallel ranks out."""

@@ -1,0 +1,122 @@
+"""Names, labels and revisions: what an object is called and how it is found again.
+
+An incarnation is found by labels and by the UID of its custom resource, never by name alone: the name only has to
+be unique and short enough that every derived name fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from dp_operator.api import GROUP, DataParallelDeployment, Spec
+
+MANAGER = "dp-operator"  # field manager, managed-by label and Event reporter
+
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_NAME = f"{GROUP}/name"
+LABEL_UID = f"{GROUP}/uid"
+LABEL_GROUP = f"{GROUP}/group"
+LABEL_INCARNATION = f"{GROUP}/incarnation"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_SET = f"{GROUP}/set"  # which StatefulSet of the incarnation a worker belongs to
+LABEL_DEVICE = f"{GROUP}/device-"  # + device index: one label per device of the node that the pod uses
+ANNOTATION_RESTART = f"{GROUP}/restart"
+ANNOTATION_MONITOR_HOST = f"{GROUP}/monitor-host"
+
+HEAD = "head"
+WORKER = "worker"
+
+# `<name>-<group ≤ 63>-<incarnation, 5>-s<slot ≤ 63>` must stay within 52 characters: the StatefulSet controller
+# puts name + "-" + a 10-character hash into a label of at most 63.
+INCARNATION_LENGTH = 5
+NAME_MAX = 52 - len("-63") - len("-") - INCARNATION_LENGTH - len("-s63") - 1  # one character in reserve
+
+# Only letters and digits that cannot form words or be misread.
+_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
+
+
+def incarnation_id(seed: bytes) -> str:
+    """Turn random bytes (8 or more) into an id of INCARNATION_LENGTH characters."""
+    number = int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
+    letters = []
+    for _ in range(INCARNATION_LENGTH):
+        number, digit = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[digit])
+    return "".join(letters)
+
+
+def base_name(name: str, group: int, incarnation: str) -> str:
+    """Name shared by the objects of one incarnation; also the ConfigMap's and PodDisruptionBudget's own."""
+    return f"{name}-{group}-{incarnation}"
+
+
+def head_name(base: str) -> str:
+    return f"{base}-head"
+
+
+def rpc_service_name(base: str) -> str:
+    return f"{base}-rpc"
+
+
+def worker_set_name(base: str, slot: int | None) -> str:
+    """StatefulSet of the workers; one per device slot with Slots, one otherwise."""
+    return f"{base}-w" if slot is None else f"{base}-s{slot}"
+
+
+def ordinal(pod_name: str) -> int:
+    """Ordinal of a StatefulSet's pod."""
+    return int(pod_name.rsplit("-", 1)[1])
+
+
+def selector(cr: DataParallelDeployment) -> str:
+    """Label selector of the head pods, one per group: what the scale subresource reports."""
+    return f"{LABEL_UID}={cr.metadata.uid},{LABEL_ROLE}={HEAD}"
+
+
+def labels(cr: DataParallelDeployment) -> dict[str, str]:
+    """Labels of everything made for a custom resource."""
+    return {
+        LABEL_MANAGED_BY: MANAGER,
+        "app.kubernetes.io/instance": cr.metadata.name,
+        LABEL_NAME: cr.metadata.name,
+        LABEL_UID: cr.metadata.uid,
+    }
+
+
+# Fields that change nothing inside a pod: a change of theirs must not replace a group.
+_OUTSIDE_REVISION = (
+    "replicas",
+    "suspend",
+    "startup",
+    "failurePolicy",
+    "rollout",
+    "disruption",
+    "service",
+    "networkPolicy",
+)
+
+
+def revision(spec: Spec) -> str:
+    """Hash of the part of a spec that needs new pods, 10 hex digits.
+
+    Defaults are left out on both sides, so a newer CRD that adds a defaulted field, or an object that spells a
+    default out, has the same revision.
+    """
+    content: dict[str, Any] = _without_defaults(msgspec.to_builtins(spec))
+    for name in _OUTSIDE_REVISION:
+        content.pop(name, None)
+    return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]
+
+
+def _without_defaults(value: Any) -> Any:
+    """Drop objects that encoding left empty: a struct of defaults is itself a default."""
+    if isinstance(value, dict):
+        kept = {k: _without_defaults(v) for k, v in value.items()}
+        return {k: v for k, v in kept.items() if v != {}}
+    if isinstance(value, list):
+        return [_without_defaults(item) for item in value]
+    return value

@@ -1,0 +1,507 @@
+"""What to do about one custom resource, given what is observed. Pure: no clock, no randomness, no API call.
+
+The ledger `status.groups[]` holds one entry per incarnation and is the intent: an incarnation's entry is written
+before its first object is made, and a failure is written into it before its first object is deleted. So a crash
+between any two writes loses nothing: whoever comes next finds an entry and finishes what it says.
+
+An entry moves
+
+    Starting -> Serving -> Stopping -> (Waiting ->) gone or a new Starting entry
+
+* Starting: objects are made (Service first, its address goes into the launch plan), all pods check in, are released
+  together, connect, load, become ready. `createdAt` marks that all objects exist; from then on a missing one is a
+  failure, never something to make again.
+* Serving: the head was ready once.
+* Stopping: the head is deleted first, so that traffic stops at once, then the rest; Service and ConfigMap last,
+  because terminating workers still use them.
+* Waiting: everything is gone, the next attempt comes at `nextAttemptAt`. Restarts and causes stay in the entry and
+  move on into the next incarnation's.
+
+Groups are replaced one at a time while the others serve; groups that do not serve anyway are replaced at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dp_operator import naming, render, status
+from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Status
+from dp_operator.failure import judge
+from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
+from dp_operator.waiting import describe, reached
+
+_KEPT_FAILURES = 3
+# A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
+_STUCK_POD_S = 30.0
+
+
+class Create(Struct, frozen=True):
+    """POST with strict field validation. An object of that name that exists already is never adopted."""
+
+    manifest: dict[str, Any]
+
+
+class Apply(Struct, frozen=True):
+    """Server-side apply over an object that is known to be ours (the intent carries its UID)."""
+
+    manifest: dict[str, Any]
+
+
+class Delete(Struct, frozen=True):
+    """DELETE with a UID precondition."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+class Event(Struct, frozen=True):
+    """A Kubernetes Event about the custom resource."""
+
+    type: str  # Normal | Warning
+    reason: str
+    note: str
+
+
+Action = Create | Apply | Delete
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Write `status` first; then the steps in order, the actions of a step side by side; then the events.
+
+    Nothing of a later step may begin before the earlier one has succeeded. look_again_at is in seconds since the
+    epoch; None means that only a change can matter.
+    """
+
+    status: Status
+    steps: list[list[Action]] = []
+    events: list[Event] = []
+    look_again_at: float | None = None
+
+
+class _Draft:
+    """What the planning of one resource collects."""
+
+    def __init__(self) -> None:
+        self.entries: list[GroupStatus] = []
+        self.creates: list[list[Action]] = []
+        self.deletes: list[list[Action]] = []
+        self.repairs: list[Action] = []
+        self.events: list[Event] = []
+        self.times: list[float] = []
+
+    def look_again(self, at: float | None) -> None:
+        if at is not None:
+            self.times.append(at)
+
+
+class Situation(Struct, frozen=True, kw_only=True):
+    """The inputs of one planning."""
+
+    cr: DataParallelDeployment
+    picture: Picture
+    settings: render.Settings
+    now: float  # seconds since the epoch
+    token: bytes  # fresh randomness for the ids of new incarnations
+    errors: list[str] = []  # why the spec cannot be acted on, beyond what the API server refused
+    monitor_errors: dict[str, str] = {}  # incarnation -> why its monitor could not be asked
+
+
+def plan(situation: Situation) -> Plan:
+    """Decide the next writes for one custom resource."""
+    cr, now = situation.cr, situation.now
+    spec = cr.spec
+    draft = _Draft()
+    wanted = 0 if spec.suspend else spec.replicas
+    revision = naming.revision(spec)
+    token = cr.metadata.annotations.get(naming.ANNOTATION_RESTART, "")
+
+    entries = _with_orphans(cr, situation.picture)
+    moved = [_step(situation, entry, wanted, draft) for entry in entries]
+    stepped = [entry for entry in moved if entry is not None]
+    if not situation.errors:
+        stepped = _replace_changed(situation, stepped, wanted, revision, token, draft)
+        stepped = _begin(situation, stepped, wanted, revision, token, draft)
+    for entry in stepped:
+        objects = situation.picture.incarnations.get(entry.incarnation)
+        if entry.state in ("Starting", "Serving") and not entry.created_at:
+            _create(situation, entry, objects, draft)
+        elif entry.state in ("Starting", "Serving") and objects:
+            _repair(situation, entry, objects, draft)
+        elif entry.state == "Stopping" and objects:
+            _delete(objects, draft)
+    _keep(situation, draft)
+
+    draft.entries = sorted(stepped, key=lambda e: (e.index, e.incarnation))
+    new_status = status.build(
+        cr,
+        situation.picture,
+        draft.entries,
+        wanted=wanted,
+        revision=revision,
+        errors=situation.errors,
+        now=now,
+    )
+    steps = [step for step in [draft.repairs, *draft.creates, *draft.deletes] if step]
+    return Plan(
+        status=new_status,
+        steps=steps,
+        events=draft.events,
+        look_again_at=min(draft.times) if draft.times else None,
+    )
+
+
+def _with_orphans(cr: DataParallelDeployment, picture: Picture) -> list[GroupStatus]:
+    """Ledger entries, plus one for every incarnation that exists without one.
+
+    Without an entry there can be a complete group only if the status was lost (a restored backup): such a group goes
+    on. Anything less is a half-made leftover and is taken away.
+    """
+    entries = list(cr.status.groups)
+    known = {entry.incarnation for entry in entries}
+    taken = {entry.index for entry in entries if entry.state != "Stopping"}
+    for objects in sorted(picture.incarnations.values(), key=lambda o: o.id):
+        if objects.id in known or objects.empty:
+            continue
+        entry = GroupStatus(incarnation=objects.id, index=objects.group, revision=objects.revision, state="Stopping")
+        if objects.head and objects.config_map and objects.group not in taken:
+            entry = replace(
+                entry,
+                state="Starting",
+                head_pod=objects.head.name,
+                created_at=objects.head.metadata.creation_timestamp,
+                restart_token=cr.metadata.annotations.get(naming.ANNOTATION_RESTART, ""),
+            )
+            taken.add(objects.group)
+        entries.append(entry)
+    return entries
+
+
+def _step(situation: Situation, entry: GroupStatus, wanted: int, draft: _Draft) -> GroupStatus | None:
+    """Move one entry on by what is observed of it. None: the entry has served its purpose."""
+    objects = situation.picture.incarnations.get(entry.incarnation)
+    now = situation.now
+    if entry.state == "Waiting":
+        return entry if entry.index < wanted else None
+    if entry.state == "Stopping":
+        return _step_stopping(situation, entry, objects, wanted, draft)
+    if entry.index >= wanted:
+        return replace(entry, state="Stopping", waiting_for="", next_attempt_at=None)
+    refusal = situation.picture.refused.get(entry.incarnation)
+    if refusal:
+        failure = Failure(
+            reason="ObjectRefused",
+            time=timestamp(now) or "",
+            incarnation=entry.incarnation,
+            message=refusal[:1024],
+        )
+        return _fail(situation, entry, failure, draft)
+    if not entry.created_at:
+        return _step_creating(situation, entry, objects)
+    return _step_live(situation, entry, objects or _nothing(entry), draft)
+
+
+def _nothing(entry: GroupStatus) -> IncarnationObjects:
+    return IncarnationObjects(group=entry.index, id=entry.incarnation, revision=entry.revision)
+
+
+def _incarnation(situation: Situation, entry: GroupStatus) -> render.Incarnation:
+    return render.Incarnation(
+        cr=situation.cr,
+        group=entry.index,
+        id=entry.incarnation,
+        revision=entry.revision,
+        settings=situation.settings,
+    )
+
+
+def _step_creating(situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None) -> GroupStatus:
+    if entry.revision != naming.revision(situation.cr.spec):
+        # The spec that this half-made incarnation was begun with is gone: it cannot be completed.
+        return replace(entry, state="Stopping", waiting_for="")
+    sets = {ws.name for ws in render.worker_sets(situation.cr.spec, _incarnation(situation, entry).base)}
+    if objects and objects.head and objects.config_map and sets <= set(objects.stateful_sets):
+        return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
+    return entry
+
+
+def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
+    spec, now = situation.cr.spec, situation.now
+    snapshot = objects.snapshot
+    verdict = judge(spec, entry, objects, now)
+    draft.look_again(verdict.look_again_at)
+    if verdict.failure:
+        return _fail(situation, entry, verdict.failure, draft)
+    pods = objects.pods
+    expected = len(objects.first_ranks)
+    changes: dict[str, Any] = {"stages": reached(snapshot) if snapshot else entry.stages}
+    if objects.head:
+        changes["head_node"] = objects.head.spec.node_name
+    if not entry.scheduled_at and expected and len(pods) == expected and all(pod.spec.node_name for pod in pods):
+        changes["scheduled_at"] = timestamp(now)
+    if not entry.released_at and snapshot and snapshot.released_at:
+        changes["released_at"] = timestamp(snapshot.released_at)
+    entry = replace(entry, **changes)
+    if entry.state == "Starting":
+        if snapshot and snapshot.ready_at and objects.head and objects.head.ready:
+            draft.events.append(
+                Event("Normal", "GroupReady", f"group {entry.index} ({entry.incarnation}): all ranks ready")
+            )
+            return replace(entry, state="Serving", ready_at=timestamp(now), waiting_for="")
+        waiting = describe(objects, now, situation.monitor_errors.get(entry.incarnation, ""))
+        draft.look_again(waiting.look_again_at)
+        return replace(entry, waiting_for=waiting.text)
+    if entry.restarts:
+        stable_at = (seconds(entry.ready_at) or now) + spec.failure_policy.stable_seconds
+        if now >= stable_at:
+            entry = replace(entry, restarts=0)
+        else:
+            draft.look_again(stable_at)
+    head_ready = objects.head is not None and objects.head.ready
+    return replace(entry, waiting_for="" if head_ready else f"head {entry.head_pod} is not ready")
+
+
+def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Draft) -> GroupStatus:
+    """Write a failure into the ledger; the objects go in the steps that follow that write."""
+    policy = situation.cr.spec.failure_policy
+    restarts = entry.restarts + (1 if failure.charged else 0)
+    delay = 0.0
+    if failure.charged or failure.reason == "WaitingForCapacity":
+        delay = float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
+    given_up = policy.max_restarts is not None and restarts > policy.max_restarts
+    where = f" (rank {failure.rank})" if failure.rank is not None else ""
+    draft.events.append(
+        Event("Warning", "GroupFailed", f"group {entry.index}{where}: {failure.reason}: {failure.message}")
+    )
+    return replace(
+        entry,
+        state="Stopping",
+        restarts=restarts,
+        last_failures=[failure, *entry.last_failures][:_KEPT_FAILURES],
+        next_attempt_at=None if given_up else timestamp(situation.now + delay),
+        waiting_for="",
+    )
+
+
+def _step_stopping(
+    situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, wanted: int, draft: _Draft
+) -> GroupStatus | None:
+    if objects and not objects.empty and not _only_stuck(objects, situation.now, draft):
+        return entry
+    if entry.index >= wanted:
+        return None
+    if any(e.index == entry.index and e is not entry and e.state != "Stopping" for e in situation.cr.status.groups):
+        return None
+    return replace(
+        entry,
+        state="Waiting",
+        head_pod="",
+        head_node="",
+        created_at=None,
+        scheduled_at=None,
+        released_at=None,
+        ready_at=None,
+    )
+
+
+def _only_stuck(objects: IncarnationObjects, now: float, draft: _Draft) -> bool:
+    """Whether nothing is left but pods long past their deletion time, which only a returning node can confirm."""
+    if not objects.pods or objects.stateful_sets or objects.rpc_service or objects.config_map or objects.budget:
+        return False
+    limits = [(seconds(pod.metadata.deletion_timestamp) or float("inf")) + _STUCK_POD_S for pod in objects.pods]
+    if now >= max(limits):
+        return True
+    if max(limits) != float("inf"):
+        draft.look_again(max(limits))
+    return False
+
+
+def _replace_changed(
+    situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
+) -> list[GroupStatus]:
+    """Take away groups of an old revision or from before a requested restart, within the budget of one group."""
+    serving = [
+        e
+        for e in entries
+        if e.state == "Serving" and (objects := situation.picture.incarnations.get(e.incarnation)) and _ready(objects)
+    ]
+    budget = 1 - (wanted - len(serving))
+    result = []
+    for entry in sorted(entries, key=lambda e: (e in serving, -e.index)):
+        changed = entry.revision != revision or entry.restart_token != token
+        if entry.state in ("Starting", "Serving") and entry.created_at and changed:
+            if entry in serving:
+                budget -= 1
+                if budget < 0:
+                    result.append(entry)
+                    continue
+            draft.events.append(
+                Event("Normal", "GroupReplaced", f"group {entry.index} ({entry.incarnation}): spec changed")
+            )
+            result.append(replace(entry, state="Stopping", restarts=0, next_attempt_at=None, waiting_for=""))
+        else:
+            result.append(entry)
+    return result
+
+
+def _ready(objects: IncarnationObjects) -> bool:
+    return objects.head is not None and objects.head.ready and not objects.head.metadata.deletion_timestamp
+
+
+def given_up(cr: DataParallelDeployment, entry: GroupStatus, revision: str, token: str) -> bool:
+    """Whether a waiting group is tried again only after a person has changed something."""
+    limit = cr.spec.failure_policy.max_restarts
+    changed = entry.revision != revision or entry.restart_token != token
+    return limit is not None and entry.restarts > limit and not changed
+
+
+def _begin(
+    situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
+) -> list[GroupStatus]:
+    """Enter new incarnations into the ledger: for groups that have none, and for those whose wait is over."""
+    result = []
+    for entry in entries:
+        if entry.state != "Waiting":
+            result.append(entry)
+            continue
+        changed = entry.revision != revision or entry.restart_token != token
+        due = seconds(entry.next_attempt_at) or 0.0
+        if given_up(situation.cr, entry, revision, token):
+            result.append(entry)
+        elif due > situation.now and not changed:
+            draft.look_again(due)
+            result.append(entry)
+        else:
+            result.append(
+                _new_entry(
+                    situation,
+                    entry.index,
+                    revision,
+                    token,
+                    restarts=0 if changed else entry.restarts,
+                    last_failures=entry.last_failures,
+                )
+            )
+    taken = {entry.index for entry in result}
+    result += [_new_entry(situation, i, revision, token) for i in range(wanted) if i not in taken]
+    return result
+
+
+def _new_entry(
+    situation: Situation,
+    index: int,
+    revision: str,
+    token: str,
+    *,
+    restarts: int = 0,
+    last_failures: list[Failure] | None = None,
+) -> GroupStatus:
+    incarnation = naming.incarnation_id(situation.token + index.to_bytes(2, "big"))
+    return GroupStatus(
+        incarnation=incarnation,
+        index=index,
+        revision=revision,
+        state="Starting",
+        restarts=restarts,
+        last_failures=last_failures or [],
+        restart_token=token,
+        waiting_for="objects are being made",
+    )
+
+
+def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, draft: _Draft) -> None:
+    inc = _incarnation(situation, entry)
+    have = objects or _nothing(entry)
+    if have.rpc_service is None or not have.rpc_service.spec.cluster_ip:
+        if have.rpc_service is None:
+            _add(draft.creates, 0, Create(render.rpc_service(inc)))
+        return  # its address goes into the launch plan
+    if have.config_map is None:
+        _add(draft.creates, 0, Create(render.config_map(inc, have.rpc_service.spec.cluster_ip)))
+    if have.budget is None:
+        _add(
+            draft.creates,
+            0,
+            Create(render.disruption_budget(inc, pods=1 + len(render.worker_pods(situation.cr.spec, inc.base)))),
+        )
+    for stateful_set in render.stateful_sets(inc):
+        if stateful_set["metadata"]["name"] not in have.stateful_sets:
+            _add(draft.creates, 1, Create(stateful_set))
+    if have.head is None:
+        _add(draft.creates, 1, Create(render.head_pod(inc)))
+
+
+def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> None:
+    """Make Service and budget of a live incarnation again where somebody took them. Pods are never repaired."""
+    inc = _incarnation(situation, entry)
+    if objects.rpc_service is None and objects.config_map is not None:
+        address = objects.config_map.metadata.annotations.get(naming.ANNOTATION_MONITOR_HOST)
+        draft.repairs.append(Create(render.rpc_service(inc, cluster_ip=address)))
+    if objects.plan is not None:
+        _ensure(situation, render.disruption_budget(inc, pods=len(objects.first_ranks)), draft)
+
+
+def _delete(objects: IncarnationObjects, draft: _Draft) -> None:
+    """Head first, then workers and budget, then what terminating workers still use."""
+    if objects.head and not objects.head.metadata.deletion_timestamp:
+        _add(draft.deletes, 0, Delete("Pod", objects.head.name, objects.head.metadata.uid))
+    for stateful_set in objects.stateful_sets.values():
+        if not stateful_set.metadata.deletion_timestamp:
+            _add(draft.deletes, 1, Delete("StatefulSet", stateful_set.metadata.name, stateful_set.metadata.uid))
+    if objects.budget:
+        _add(draft.deletes, 1, Delete("PodDisruptionBudget", objects.budget.metadata.name, objects.budget.metadata.uid))
+    if not objects.pods and not objects.stateful_sets:
+        rest: list[tuple[str, AnyObject | None]] = [("ConfigMap", objects.config_map)]
+        if objects.rpc_service:
+            rest.append(("Service", AnyObject(metadata=objects.rpc_service.metadata)))
+        for kind, obj in rest:
+            if obj:
+                _add(draft.deletes, 1, Delete(kind, obj.metadata.name, obj.metadata.uid))
+
+
+def _add(steps: list[list[Action]], number: int, action: Action) -> None:
+    while len(steps) <= number:
+        steps.append([])
+    steps[number].append(action)
+
+
+def _keep(situation: Situation, draft: _Draft) -> None:
+    """Make and repair what lives as long as the custom resource."""
+    if situation.errors:
+        return
+    _ensure(situation, render.client_service(situation.cr), draft)
+    policy = render.network_policy(situation.cr, situation.settings)
+    if policy:
+        _ensure(situation, policy, draft)
+    else:
+        for (kind, name), existing in situation.picture.kept.items():
+            if kind == "NetworkPolicy":
+                draft.repairs.append(Delete(kind, name, existing["metadata"]["uid"]))
+
+
+def _ensure(situation: Situation, intent: dict[str, Any], draft: _Draft) -> None:
+    key = (intent["kind"], intent["metadata"]["name"])
+    if key in situation.picture.strangers:
+        return  # reported as a condition; never adopted
+    existing = situation.picture.kept.get(key)
+    if existing is None:
+        draft.repairs.append(Create(intent))
+    elif not existing["metadata"].get("deletionTimestamp") and not covers(existing, intent):
+        uid = existing["metadata"]["uid"]
+        draft.repairs.append(Apply(intent | {"metadata": intent["metadata"] | {"uid": uid}}))
+
+
+def covers(existing: Any, intent: Any) -> bool:
+    """Whether everything intended is there. What the API server or others added does not count as a difference."""
+    if isinstance(intent, dict):
+        return isinstance(existing, dict) and all(covers(existing.get(key), value) for key, value in intent.items())
+    if isinstance(intent, list):
+        return (
+            isinstance(existing, list)
+            and len(existing) == len(intent)
+            and all(covers(e, i) for e, i in zip(existing, intent, strict=True))
+        )
+    return bool(existing == intent)

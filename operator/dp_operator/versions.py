@@ -1,0 +1,35 @@
+"""Which vLLM release is inside an image, as far as it can be known without running it."""
+
+from __future__ import annotations
+
+import re
+
+NEWEST_KNOWN = "0.33"
+
+# Repositories whose tags are vLLM versions. Other images carry version numbers of their own products.
+_VLLM_REPOSITORIES = re.compile(r"(^|/)vllm/vllm-[a-z0-9-]+$|(^|/)vllm-(openai|cpu)[a-z0-9-]*$")
+_VERSION_TAG = re.compile(r"^v?(\d+\.\d+(?:\.\d+)?)(?:[.-]?(?:post|rc)\d+)?(?:-.*)?$")
+
+
+def from_image(image: str) -> str | None:
+    """Version that the tag of a vllm/vllm-openai-like image names ("0.32.0"), or None.
+
+    None for digests, for tags such as nightly or latest, and for images of other products.
+    """
+    if "@" in image:
+        image = image.split("@", 1)[0]
+    repository, separator, tag = image.rpartition(":")
+    if not separator or "/" in tag:  # a colon before a slash is a registry's port
+        return None
+    if not _VLLM_REPOSITORIES.search(repository):
+        return None
+    match = _VERSION_TAG.match(tag)
+    return match.group(1) if match else None
+
+
+def parse(version: str) -> tuple[int, int]:
+    """(major, minor) of a version string that begins with two numbers; ValueError otherwise."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match:
+        raise ValueError(f"{version!r} is not a version such as 0.32 or 0.32.1")
+    return int(match.group(1)), int(match.group(2))

@@ -1,0 +1,219 @@
+"""What a group that is not ready waits for, in words that a tired person understands. Pure.
+
+The text names the lowest stage that is not complete, how many ranks have it, and for each missing rank its pod,
+node and reason. Elapsed time is given in steps (5 s, 10 s, 30 s, 1 min …), because a text that changed every second
+would be a write every second.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dp_handshake.messages import LaunchPlan, Snapshot
+from dp_handshake.ranks import count_ranks, format_ranks, parse_ranks
+from dp_operator.api import Stages
+from dp_operator.observe import IncarnationObjects, Pod, seconds
+
+_STEPS_S = (5, 10, 20, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+_NAMED_RANKS = 6
+_MONITOR_PATIENCE_S = 5
+_HARMLESS_WAITS = ("ContainerCreating", "PodInitializing", "")
+
+
+class Waiting(NamedTuple):
+    """Text, the counts behind it, and when the text changes by itself (seconds since the epoch)."""
+
+    text: str
+    stages: Stages
+    look_again_at: float | None = None
+
+
+def reached(snapshot: Snapshot | None) -> Stages:
+    """Ranks that reached each stage, from the relay's snapshot."""
+    if snapshot is None:
+        return Stages()
+    seen = snapshot.stages
+    return Stages(arrived=seen.arrived, connected=seen.connected, loaded=seen.loaded, ready=seen.ready)
+
+
+def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int, int]:
+    """Ranks (arrived, connected, loaded, ready). Local ranks that cannot be named yet are counted."""
+    plan, snapshot = objects.plan, objects.snapshot
+    if plan is None:
+        return 0, 0, 0, 0
+    size = plan.size
+    if serving:
+        return size, size, size, size
+    if snapshot is None:
+        return 0, 0, 0, 0
+    local = range(plan.head_ranks)
+    result = [count_ranks(snapshot.stages.arrived)]
+    for text, unnamed in (
+        (snapshot.stages.connected, snapshot.local.connected),
+        (snapshot.stages.loaded, snapshot.local.loaded),
+        (snapshot.stages.ready, snapshot.local.ready),
+    ):
+        named_local = bool(local) and "…" not in text and set(local) <= parse_ranks(text)
+        result.append(count_ranks(text) + (0 if named_local or "…" in text else unnamed))
+    arrived, connected, loaded, ready = (min(size, n) for n in result)
+    return arrived, connected, loaded, ready
+
+
+def describe(objects: IncarnationObjects, now: float, monitor_error: str) -> Waiting:
+    """Say what one starting incarnation waits for."""
+    snapshot, plan = objects.snapshot, objects.plan
+    stages = reached(snapshot)
+    if plan is None:
+        return Waiting("its ConfigMap was deleted from outside, so its launch plan is not known", stages)
+    size = plan.size
+    pods = {pod.name: pod for pod in objects.pods}
+    if snapshot is None or snapshot.released_at is None:
+        text, again_at = _before_release(plan, pods, objects, now, monitor_error)
+        return Waiting(text, stages, again_at)
+    elapsed, again = _elapsed(now - snapshot.released_at)
+    look_again_at = snapshot.released_at + again
+    _, connected, loaded, ready = counts(objects, serving=False)
+    for word, count, text in (
+        ("connected", connected, stages.connected),
+        ("loaded", loaded, stages.loaded),
+        ("ready", ready, stages.ready),
+    ):
+        if count < size:
+            missing = _missing_ranks(
+                objects, plan, text, pods, absent_local=plan.head_ranks - getattr(snapshot.local, word)
+            )
+            prefix = f"{count} of {size} ranks {word} {elapsed} after release"
+            hint = f"; not {word}: {missing}" if missing else ""
+            if word == "connected" and snapshot.listening_at is None and size > plan.head_ranks:
+                hint = "; the head's engine does not listen for ranks yet"
+            return Waiting(f"{prefix}{hint}"[:1024], stages, look_again_at)
+    text = f"all {size} ranks ready {elapsed} after release; the API of {plan.head_pod} does not answer yet"
+    return Waiting(text, stages, look_again_at)
+
+
+def _before_release(
+    plan: LaunchPlan,
+    pods: dict[str, Pod],
+    objects: IncarnationObjects,
+    now: float,
+    monitor_error: str,
+) -> tuple[str, float | None]:
+    snapshot = objects.snapshot
+    arrived = snapshot.stages.arrived if snapshot else ""
+    here = parse_ranks(arrived) if "…" not in arrived else set()
+    head_absent = snapshot is None or plan.head_pod in snapshot.missing_pods
+    reasons = [
+        _named(name, first, plan, pods.get(name))
+        for name, first in objects.first_ranks.items()
+        if (head_absent if name == plan.head_pod else first not in here)
+    ]
+    # What is stuck says more than what merely has not come yet.
+    reasons.sort(key=lambda item: item[0])
+    shown = [text for _, text in reasons[:_NAMED_RANKS]]
+    more = len(reasons) - len(shown)
+    words = "; ".join(shown) + (f"; and {more} more pods" if more > 0 else "")
+    text = f"{count_ranks(arrived)} of {plan.size} ranks arrived"
+    if words:
+        text += f"; waiting for {words}"
+    look_again_at = None
+    relay = objects.head.relay if objects.head else None
+    running_since = seconds(relay.state.running.started_at) if relay and relay.state.running else None
+    if monitor_error and running_since is not None:
+        if now - running_since >= _MONITOR_PATIENCE_S:
+            text = f"MonitorUnreachable: {monitor_error}; {text}"
+        else:
+            look_again_at = running_since + _MONITOR_PATIENCE_S
+    return text[:1024], look_again_at
+
+
+def _named(name: str, first: int, plan: LaunchPlan, pod: Pod | None) -> tuple[int, str]:
+    count = plan.head_ranks if name == plan.head_pod else plan.size_local
+    if not count:
+        ranks = "the head"
+    elif count > 1:
+        ranks = f"ranks {first}-{first + count - 1}"
+    else:
+        ranks = f"rank {first}"
+    urgency, why = pod_reason(pod)
+    where = f" on {pod.spec.node_name}" if pod and pod.spec.node_name else ""
+    return urgency, f"{ranks} (pod {name}{where}, {why})"
+
+
+def pod_reason(pod: Pod | None) -> tuple[int, str]:
+    """Why a pod has not arrived: (urgency, 0 is stuck and needs a person; words)."""
+    if pod is None:
+        return 1, "not created yet"
+    if pod.metadata.deletion_timestamp:
+        return 0, "being deleted"
+    scheduled = pod.condition("PodScheduled")
+    if not pod.spec.node_name:
+        if scheduled and scheduled.status == "False":
+            return 0, f"{scheduled.reason}: {_short(scheduled.message)}"
+        return 1, "Pending: no node yet"
+    statuses = [*pod.status.init_container_statuses, *pod.status.container_statuses]
+    for status in statuses:
+        ended = status.state.terminated or status.last_state.terminated
+        if ended and status.name == "engine":
+            return 0, f"engine ended with exit code {ended.exit_code}: {_short(ended.message or ended.reason)}"
+        held = status.state.waiting
+        if held and held.reason not in _HARMLESS_WAITS:
+            return 0, f"{held.reason}: {_short(held.message)}" if held.message else held.reason
+    engine = pod.engine
+    if engine and engine.state.running:
+        return 1, "container runs, launcher has not checked in"
+    return 2, "container starting"
+
+
+def _short(message: str, limit: int = 160) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _missing_ranks(
+    objects: IncarnationObjects, plan: LaunchPlan, text: str, pods: dict[str, Pod], *, absent_local: int
+) -> str:
+    """Name the ranks that lack a stage, with pod and node, pods in rank order; local ranks by count."""
+    if "…" in text:
+        return f"all but {text}"
+    here = parse_ranks(text)
+    parts: list[str] = []
+    more = 0
+    for name, first in objects.first_ranks.items():
+        if name == plan.head_pod:
+            if absent_local <= 0:
+                continue
+            words = "rank 0" if plan.head_ranks == 1 else f"{absent_local} of {plan.head_ranks} local ranks"
+        else:
+            absent = [rank for rank in range(first, first + plan.size_local) if rank not in here]
+            if not absent:
+                continue
+            words = f"{'rank' if len(absent) == 1 else 'ranks'} {format_ranks(absent)}"
+        if len(parts) == _NAMED_RANKS:
+            more += 1
+            continue
+        pod = pods.get(name)
+        where = f" on {pod.spec.node_name}" if pod and pod.spec.node_name else ""
+        urgency, why = pod_reason(pod)
+        trouble = f", {why}" if urgency == 0 else ""
+        parts.append(f"{words} (pod {name}{where}{trouble})")
+    if more:
+        parts.append(f"and the ranks of {more} more pods")
+    return ", ".join(parts)
+
+
+def _elapsed(seconds_passed: float) -> tuple[str, float]:
+    """(words, seconds until which they hold)."""
+    passed = 0
+    for step in _STEPS_S:
+        if seconds_passed < step:
+            return _duration(passed), float(step)
+        passed = step
+    return _duration(passed), float("inf")
+
+
+def _duration(amount_s: int) -> str:
+    if amount_s < 60:
+        return f"{amount_s} s"
+    if amount_s < 3600:
+        return f"{amount_s // 60} min"
+    return f"{amount_s // 3600} h"
