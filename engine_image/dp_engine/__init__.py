@@ -1,0 +1,1 @@
+"""CPU stand-in for vLLM's data-parallel engine: same command line, processes and wire, no model."""

@@ -1,0 +1,154 @@
+"""One API server: its client, its HTTP port, and when it ends.
+
+Runs in the launcher's own process when it is the only one, else in a child per index (protocol notes §8). Only these
+processes import aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Sequence
+
+from aiohttp import web
+from msgspec import Struct
+
+from dp_engine import logs, processes
+from dp_engine.client import EngineClient, EngineDead
+from dp_engine.data_sockets import DataSockets
+from dp_engine.endpoints import connect_stats
+from dp_engine.http_server import Server
+from dp_engine.metrics import SharedMetrics
+from dp_engine.modes import Launch
+from dp_engine.options import Options
+from dp_engine.processes import Child
+from dp_engine.versions import wire_of
+
+ENGINE_READY_TIMEOUT_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
+KEEP_ALIVE_ENV = "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"
+# How long /health says 503 before the server goes, so that a probe can see it.
+DEATH_NOTICE_S = 1.0
+
+
+class ApiServer(Struct, frozen=True, kw_only=True):
+    """Everything one API server needs. `listener` is bound, not listening; `engines` are children to watch."""
+
+    index: int
+    launch: Launch
+    options: Options
+    sockets: DataSockets
+    stats_address: str | None
+    listener: socket.socket
+    metrics: SharedMetrics
+    engines: Sequence[Child] = ()
+
+
+def run_api_server(server: ApiServer) -> int:
+    """Serve until SIGTERM or a death. Returns the exit code: 1 only when the engines never got ready."""
+    return asyncio.run(_run(server))
+
+
+async def _run(server: ApiServer) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    client = _make_client(server)
+    watcher = asyncio.create_task(_watch_engines(server.engines, client))
+    stopping = asyncio.create_task(stop.wait())
+    dying = asyncio.create_task(client.died.wait())
+    timeout_s = float(os.environ.get(ENGINE_READY_TIMEOUT_ENV, "600"))
+    connecting = asyncio.create_task(client.connect(timeout_s=timeout_s))
+    await asyncio.wait({stopping, connecting, dying}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if stop.is_set():
+            return 0
+        if client.dead is not None:
+            raise EngineDead(client.dead)
+        await connecting
+        await _serve(server, client, stopping, dying)
+    except (TimeoutError, EngineDead) as failure:
+        logs.error(f"Engine core initialization failed: {type(failure).__name__} {failure}")
+        return 1
+    else:
+        return 0
+    finally:
+        for task in (watcher, connecting, stopping, dying):
+            task.cancel()
+        client.close()
+
+
+def _make_client(server: ApiServer) -> EngineClient:
+    launch, sockets = server.launch, server.sockets
+    return EngineClient(
+        ranks=range(launch.size),
+        client=server.index,
+        clients=launch.api_servers,
+        waves=launch.coordinated,
+        family=wire_of(server.options.version),
+        inputs=sockets.inputs,
+        outputs=sockets.outputs,
+        stats=None if server.stats_address is None else connect_stats(sockets.context, server.stats_address),
+        metrics=server.metrics.writer(server.index),
+    )
+
+
+async def _serve(
+    server: ApiServer, client: EngineClient, stopping: asyncio.Task[bool], dying: asyncio.Task[bool]
+) -> None:
+    """Serve HTTP until told to stop or an engine dies."""
+    options = server.options
+    http = Server(client=client, options=options, metrics=server.metrics)
+    runner = web.AppRunner(http.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    # The port listens from here on: until now a connection was refused, never answered with 503.
+    await web.SockSite(runner, server.listener, ssl_context=_ssl_context(options)).start()
+    logs.info(f"Application startup complete. API server {server.index} serves on port {options.port}")
+    await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        http.draining = True
+        for site in list(runner.sites):
+            await site.stop()
+        await _drain(client, timeout_s=options.shutdown_timeout_s)
+    elif os.environ.get(KEEP_ALIVE_ENV, "0") in {"", "0"}:
+        await asyncio.wait({stopping}, timeout=DEATH_NOTICE_S)
+    else:
+        await stopping
+    await runner.cleanup()
+    logs.info("Application shutdown complete.")
+
+
+async def _drain(client: EngineClient, *, timeout_s: float) -> None:
+    """Let running requests finish, for at most --shutdown-timeout seconds; 0 aborts them."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    logs.info(f"Shutting down: {client.unfinished} requests, draining for {timeout_s:g} s")
+    while client.unfinished and client.dead is None and loop.time() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def _ssl_context(options: Options) -> ssl.SSLContext | None:
+    if options.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    return context
+
+
+async def _watch_engines(engines: Sequence[Child], client: EngineClient) -> None:
+    """When a local engine ends, take its siblings down, then say so."""
+    if not engines:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for engine in engines:
+        loop.add_reader(engine.pidfd, ended.set)
+    await ended.wait()
+    for engine in engines:
+        loop.remove_reader(engine.pidfd)
+    dead = processes.finished(engines)
+    await asyncio.to_thread(processes.stop, engines)
+    client.die(f"engine core processes ended: {dead}")

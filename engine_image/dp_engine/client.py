@@ -1,0 +1,250 @@
+"""An API server's view of the engines: who is alive, who is least busy, and where every answer belongs.
+
+vLLM's load-balancing client (protocol notes §4 and §5) over asyncio: requests go out on a ROUTER, answers come in on
+a PULL, the coordinator's counts on an XSUB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from msgspec import Struct
+
+from dp_engine import logs, wire
+from dp_engine.balance import Balancer
+from dp_engine.metrics import Writer
+from dp_engine.versions import Wire
+from dp_engine.wire import FinishReason
+
+
+class EngineDead(Exception):
+    """An engine has died, and with it the group."""
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """New tokens of one request; `finish` on the last."""
+
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class _Pending:
+    """A request that is under way."""
+
+    def __init__(self, engine: int) -> None:
+        self.engine = engine
+        self.queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        self.sent_s = time.monotonic()
+        self.last_s: float | None = None
+
+
+class EngineClient:
+    """`ranks` are the engines that this front end manages, by global rank."""
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        client: int,
+        clients: int,
+        waves: bool,
+        family: Wire,
+        inputs: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        stats: zmq.Socket[bytes] | None,
+        metrics: Writer,
+    ) -> None:
+        self._ranks = list(ranks)
+        self._position = {rank: position for position, rank in enumerate(ranks)}
+        self._client = client
+        self._announces_waves = waves and family.front_end_starts_waves
+        self._inputs = zmq.asyncio.Socket.from_socket(inputs)
+        self._outputs = zmq.asyncio.Socket.from_socket(outputs)
+        self._stats = None if stats is None else zmq.asyncio.Socket.from_socket(stats)
+        self._metrics = metrics
+        self._balancer = Balancer(engines=len(self._ranks), client=client, clients=clients)
+        self._pending: dict[str, _Pending] = {}
+        self._engine_of: dict[str, int] = {}  # until the engine itself says that the request is finished
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._wave = 0
+        self._group_running = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.dead: str | None = None
+        self.died = asyncio.Event()
+
+    @property
+    def engine_count(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._pending)
+
+    async def connect(self, *, timeout_s: float) -> None:
+        """Wait for every engine's first frame, then until all answer. Raises TimeoutError, EngineDead.
+
+        `timeout_s` starts anew with every engine that arrives.
+        """
+        missing = set(self._ranks)
+        while missing:
+            identity, response = await asyncio.wait_for(self._inputs.recv_multipart(), timeout_s)
+            rank = int.from_bytes(identity, "little")
+            missing.discard(rank)
+            if response:
+                wire.decode(response)
+        self._tasks = [asyncio.create_task(self._read_outputs())]
+        if self._stats is not None:
+            self._tasks.append(asyncio.create_task(self._read_stats(self._stats)))
+        # Engines answer only after the coordinator's READY, so this is the last barrier before the port opens.
+        await asyncio.gather(*(self.call(rank, "get_supported_tasks") for rank in self._ranks))
+
+    async def call(self, rank: int, method: str, *arguments: object) -> Any:
+        """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDead."""
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._send(rank, wire.UTILITY, wire.encode([self._client, call_id, method, list(arguments)]))
+        return await future
+
+    def _send(self, rank: int, kind: bytes, payload: bytes) -> None:
+        # A ROUTER without limits sends at once or drops silently: a request to a vanished engine hangs, as in vLLM.
+        self._inputs.send_multipart([wire.identity(rank), kind, payload])
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: dict[str, Any], *, position: int | None
+    ) -> AsyncIterator[Delta]:
+        """Answer one request; leaving the iterator early aborts it. Raises EngineDead.
+
+        `position` chooses an engine among those managed here, None leaves it to the balancer.
+        """
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if position is None:
+            chosen = self._balancer.pick()
+        else:
+            chosen = position
+            self._balancer.sent(chosen)
+        rank = self._ranks[chosen]
+        pending = _Pending(chosen)
+        self._pending[request_id] = pending
+        self._engine_of[request_id] = chosen
+        payload = wire.encode_add(
+            request_id=request_id,
+            external_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            rank=None if position is None else rank,
+            client_index=self._client,
+            wave=self._wave,
+        )
+        self._send(rank, wire.ADD, payload)
+        if self._announces_waves and not self._group_running and self._stats is not None:
+            self._stats.send(wire.encode([wire.identity(rank), self._wave]))
+        self._metrics.count(rank, "prompt_tokens", len(prompt_token_ids))
+        finish: FinishReason | None = None
+        try:
+            while finish is None:
+                delta = await pending.queue.get()
+                if isinstance(delta, EngineDead):
+                    raise delta
+                self._measure(rank, pending, delta)
+                finish = delta.finish
+                yield delta
+        finally:
+            self._pending.pop(request_id, None)
+            if finish is None and self.dead is None:
+                self._send(rank, wire.ABORT, wire.encode([request_id]))
+                self._metrics.count(rank, "abort")
+
+    def _measure(self, rank: int, pending: _Pending, delta: Delta) -> None:
+        now = time.monotonic()
+        self._metrics.count(rank, "generation_tokens", len(delta.token_ids))
+        if pending.last_s is None:
+            self._metrics.observe(rank, "time_to_first_token", now - pending.sent_s)
+        else:
+            self._metrics.observe(rank, "inter_token", now - pending.last_s)
+        pending.last_s = now
+        if delta.finish is not None:
+            self._metrics.observe(rank, "e2e_request", now - pending.sent_s)
+            names: dict[int, Any] = dict(wire.FINISH_NAMES)
+            self._metrics.count(rank, names.get(delta.finish, "error"))
+
+    async def _read_outputs(self) -> None:
+        while True:
+            frames = await self._outputs.recv_multipart()
+            if frames[0] == wire.ENGINE_CORE_DEAD:
+                self.die("an engine said ENGINE_CORE_DEAD")
+                continue
+            try:
+                self._take(wire.decode_outputs(frames[0]))
+            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as failure:
+                logs.error(f"Dropped a malformed output: {type(failure).__name__}: {failure}")
+
+    def _take(self, message: wire.Outputs) -> None:
+        for item in message.outputs:
+            pending = self._pending.get(item[0])
+            if pending is not None:
+                finish = item[5] if len(item) > 5 else None
+                delta = Delta(
+                    token_ids=item[1],
+                    finish=None if finish is None else FinishReason(min(finish, FinishReason.ERROR)),
+                    stop_reason=item[6] if len(item) > 6 else None,
+                )
+                pending.queue.put_nowait(delta)
+        for request_id in message.finished or ():
+            engine = self._engine_of.pop(request_id, None)
+            if engine is not None:
+                self._balancer.finished(engine)
+        if message.stats is not None and message.engine in self._position:
+            self._metrics.gauges(
+                message.engine,
+                running=message.stats.get("num_running_reqs") or 0,
+                waiting=message.stats.get("num_waiting_reqs") or 0,
+                kv_usage=message.stats.get("kv_cache_usage") or 0.0,
+            )
+        if message.utility is not None:
+            call_id, failure, result = message.utility
+            future = self._calls.pop(call_id, None)
+            if future is not None and not future.done():
+                if failure:
+                    future.set_exception(RuntimeError(failure))
+                else:
+                    future.set_result(result[1] if result else None)
+
+    async def _read_stats(self, stats: zmq.asyncio.Socket) -> None:
+        while True:
+            frame = await stats.recv()
+            counts, self._wave, self._group_running = wire.decode(frame)
+            if counts is not None:
+                # The coordinator speaks of all ranks; these are ours.
+                self._balancer.counts_received([counts[rank] for rank in self._ranks if rank < len(counts)])
+
+    def die(self, reason: str) -> None:
+        """An engine is gone: fail what is under way and everything that comes."""
+        if self.dead is not None:
+            return
+        logs.error(f"EngineDeadError: {reason}")
+        self.dead = reason
+        self.died.set()
+        for pending in self._pending.values():
+            pending.queue.put_nowait(EngineDead(reason))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+        self._calls.clear()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for socket in (self._inputs, self._outputs, self._stats):
+            if socket is not None:
+                socket.close(linger=200)

@@ -1,0 +1,402 @@
+"""One rank: handshake, pretended load, then requests in and tokens out until it is told to stop.
+
+Everything that decides is elsewhere and pure (`scheduler`, `waves`, `wire`, `handshake`); here are the sockets, the
+clock and the order of things (protocol notes §2 and §4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from dp_engine import faults, handshake, logs, wire
+from dp_engine.endpoints import connect_socket
+from dp_engine.modes import Launch
+from dp_engine.options import Options
+from dp_engine.processes import Stopper
+from dp_engine.rendezvous import Group, GroupBroken, join
+from dp_engine.scheduler import Scheduler
+from dp_engine.versions import wire_of
+from dp_engine.waves import Waves
+from dp_engine.wire import Outputs
+
+INIT_TIMEOUT_S = 300
+DEVICE_ENV = "CUDA_VISIBLE_DEVICES"
+
+Socket = zmq.Socket[bytes]
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """What a rank's process is started with. `local` and `headless` are what it says in HELLO (§2.3)."""
+
+    rank: int
+    launch: Launch
+    options: Options
+    handshake_address: str
+    local: bool
+    headless: bool
+
+
+def config_hash(options: Options, launch: Launch) -> str:
+    """Hash over what all ranks of a lock-stepped group must have in common; stable over ranks and nodes."""
+    if options.parallel_config_hash is not None:
+        return options.parallel_config_hash
+    common = {
+        "version": options.version,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "data_parallel_size": launch.size,
+        "enable_expert_parallel": options.expert_parallel,
+        "enable_eplb": options.eplb,
+        "enable_elastic_ep": options.elastic_ep,
+    }
+    return hashlib.sha256(msgspec.json.encode(common)).hexdigest()
+
+
+def run_engine(config: EngineConfig) -> int:
+    """Run one rank. Returns the exit code of its process."""
+    rank, options = config.rank, config.options
+    logs.info(f"Initializing a stand-in engine (v{options.version}) for {options.model}, DP rank {rank}")
+    logs.info(f"Visible devices: {DEVICE_ENV}={os.environ.get(DEVICE_ENV, '(unset)')}")
+    faults.sleep_if(options.faults, "slow-import", rank)
+    faults.crash_if(options.faults, "crash-before-hello", rank)
+    context: zmq.Context[Socket] = zmq.Context()
+    shake = connect_socket(context, zmq.DEALER, config.handshake_address, identity=wire.identity(rank), linger_ms=5000)
+    init = _say_hello(config, shake)
+    faults.crash_if(options.faults, "crash-after-hello", rank)
+    try:
+        group = _join_group(config, init.parallel_config)
+    except GroupBroken as broken:
+        logs.error(f"EngineCore failed to start: {broken}")
+        return 1
+    time.sleep(options.load_s)
+    faults.sleep_if(options.faults, "slow-load", rank)
+    logs.info(f"Model loading took {options.load_s:g} seconds")
+    core = EngineCore(config, context, init.addresses, group)
+    if faults.find(options.faults, "hang-before-ready", rank):
+        logs.warning("FAULT hang-before-ready strikes")
+        while True:
+            time.sleep(3600)
+    core.wait_for_coordinator()
+    _say_ready(config, shake)
+    stopper = Stopper()
+    if fault := faults.find(options.faults, "crash-after-ready", rank):
+        core.crash_at(time.monotonic() + fault.seconds, fault)
+    try:
+        core.serve(stopper)
+    except Exception as failure:
+        # vLLM's engines tell every front end before they die of an exception; a signal or exit tells nobody.
+        logs.error(f"EngineCore encountered a fatal error: {type(failure).__name__}: {failure}")
+        core.tell_dead()
+        context.destroy(linger=4000)
+        return 1
+    context.destroy(linger=500)
+    return 0
+
+
+def _say_hello(config: EngineConfig, shake: Socket) -> handshake.Init:
+    rank = config.rank
+    if fault := faults.find(config.options.faults, "garbage-frame", rank):
+        faults.struck(fault)
+        shake.send(b"\xc1garbage")
+    shake.send(handshake.hello(local=config.local, headless=config.headless))
+    logs.info(f"HELLO sent to {config.handshake_address} (local={config.local}, headless={config.headless})")
+    if not shake.poll(INIT_TIMEOUT_S * 1000):
+        raise RuntimeError("Did not receive response from front-end process within 5 minutes")
+    init = handshake.decode_init(shake.recv())
+    logs.info("INIT received")
+    if fault := faults.find(config.options.faults, "duplicate-rank", rank):
+        faults.struck(fault)
+        shake.send(handshake.hello(local=config.local, headless=config.headless))
+    return init
+
+
+def _join_group(config: EngineConfig, parallel_config: dict[str, Any]) -> Group | None:
+    """Bring up the lock-stepped group at the address that INIT names; None for a dense model. Raises GroupBroken."""
+    if not config.launch.coordinated:
+        return None
+    host, port = parallel_config.get("data_parallel_master_ip"), parallel_config.get("data_parallel_master_port")
+    if not isinstance(host, str) or not isinstance(port, int):
+        raise GroupBroken("INIT holds no data_parallel_master_ip and port: is the head's model dense?")
+    size = int(parallel_config.get("data_parallel_size") or config.launch.size)
+    group = join(rank=config.rank, size=size, host=host, port=port, timeout_s=config.options.cpu_distributed_timeout_s)
+    logs.info(f"Joined the data-parallel group of {size} at {host}:{port}")
+    return group
+
+
+def _say_ready(config: EngineConfig, shake: Socket) -> None:
+    digest = config_hash(config.options, config.launch) if config.launch.coordinated else None
+    if fault := faults.find(config.options.faults, "wrong-hash", config.rank):
+        faults.struck(fault)
+        digest = "0" * 64
+    shake.send(handshake.ready(local=config.local, headless=config.headless, config_hash=digest))
+    shake.close()
+    logs.info("READY sent")
+
+
+class EngineCore:
+    """Sockets and state of a rank that serves."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        context: zmq.Context[Socket],
+        addresses: handshake.Addresses,
+        group: Group | None,
+    ) -> None:
+        self._config = config
+        self._rank = config.rank
+        self._group = group
+        family = wire_of(config.options.version)
+        self._waves = Waves(rank=config.rank, wire=family) if group is not None else None
+        self._scheduler = Scheduler(rank=config.rank, max_num_seqs=config.options.max_num_seqs)
+        identity = wire.identity(config.rank)
+        self._inputs = [
+            connect_socket(context, zmq.DEALER, address, identity=identity, linger_ms=4000)
+            for address in addresses.inputs
+        ]
+        self._outputs = [connect_socket(context, zmq.PUSH, address, linger_ms=4000) for address in addresses.outputs]
+        self._coordinator_in: Socket | None = None
+        self._coordinator_out: Socket | None = None
+        if addresses.coordinator_input and addresses.coordinator_output:
+            self._coordinator_in = connect_socket(
+                context, zmq.XSUB, addresses.coordinator_input, identity=identity, linger_ms=0
+            )
+            self._coordinator_out = connect_socket(context, zmq.PUSH, addresses.coordinator_output, linger_ms=4000)
+            self._coordinator_in.send(wire.SUBSCRIBE)
+        self._send_first_frames(addresses)
+        rate = config.options.tokens_per_second
+        self._interval_s = 1 / rate if rate > 0 else 0.0
+        self._next_step_s: float | None = None
+        self._told_counts: tuple[int, int] | None = None
+        self._sleeping = False
+        self._requests_seen = 0
+        self._drain_until_s: float | None = None
+        self._crash: tuple[float, faults.Fault] | None = None
+
+    def _send_first_frames(self, addresses: handshake.Addresses) -> None:
+        options, launch = self._config.options, self._config.launch
+        response = wire.ready_response(
+            rank=self._rank,
+            version=options.version,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            # A dense rank is an engine of its own: it knows of no group since 0.14.
+            data_parallel_size=launch.size if launch.coordinated else 1,
+            stats_address=addresses.frontend_stats_publish_address,
+            instance_id=f"stand-in-{self._rank}",
+        )
+        for socket in self._inputs:
+            socket.send(response)
+
+    def wait_for_coordinator(self) -> None:
+        """Block until every rank of the group has subscribed; nobody gives up here, as in vLLM."""
+        if self._coordinator_in is None:
+            return
+        while not self._coordinator_in.poll(10_000):
+            logs.info("Waiting for READY message from DP Coordinator...")
+        self._coordinator_in.recv()
+
+    def crash_at(self, time_s: float, fault: faults.Fault) -> None:
+        """Crash at this monotonic time, for tests."""
+        self._crash = (time_s, fault)
+
+    def tell_dead(self) -> None:
+        for socket in self._outputs:
+            socket.send(wire.ENGINE_CORE_DEAD)
+
+    def serve(self, stopper: Stopper) -> None:
+        """Answer until SIGTERM, then drain for --shutdown-timeout. Raises GroupBroken when a peer is gone."""
+        poller = zmq.Poller()
+        for socket in self._inputs:
+            poller.register(socket, zmq.POLLIN)
+        if self._coordinator_in is not None:
+            poller.register(self._coordinator_in, zmq.POLLIN)
+        poller.register(stopper.fd, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll(self._timeout_ms()))
+            if self._crash is not None and time.monotonic() >= self._crash[0]:
+                faults.crash(self._crash[1])
+            if stopper.requested and self._drain_until_s is None:
+                timeout_s = self._config.options.shutdown_timeout_s
+                logs.info(f"Shutting down: {sum(self._scheduler.counts)} requests, draining for {timeout_s:g} s")
+                self._drain_until_s = time.monotonic() + timeout_s
+                poller.unregister(stopper.fd)
+            if self._drain_until_s is not None and (
+                not self._scheduler.unfinished or time.monotonic() >= self._drain_until_s
+            ):
+                return
+            for socket in self._inputs:
+                if socket in events and not self._drain_input(socket):
+                    poller.unregister(socket)
+            if self._coordinator_in is not None and self._coordinator_in in events:
+                self._from_coordinator(self._coordinator_in.recv_multipart())
+            self._tell_counts()
+            if self._busy() and self._step_is_due():
+                self._step(stopper)
+                self._tell_counts()
+
+    def _busy(self) -> bool:
+        return self._scheduler.unfinished or (self._waves is not None and self._waves.running)
+
+    def _timeout_ms(self) -> int | None:
+        """Until the next step, or None: until something comes."""
+        ends = [time_s for time_s in (self._drain_until_s, self._crash[0] if self._crash else None) if time_s]
+        if self._busy():
+            ends.append(self._next_step_s if self._next_step_s is not None else time.monotonic())
+        if not ends:
+            return None
+        return max(0, round((min(ends) - time.monotonic()) * 1000))
+
+    def _step_is_due(self) -> bool:
+        """Keep an even pace while busy: the first step comes one interval after the work."""
+        now = time.monotonic()
+        if self._next_step_s is None:
+            self._next_step_s = now + self._interval_s
+        # The poll above counts whole milliseconds.
+        if now + 0.0005 < self._next_step_s:
+            return False
+        self._next_step_s = max(self._next_step_s + self._interval_s, now)
+        return True
+
+    def _step(self, stopper: Stopper) -> None:
+        """One token for every running request; in a lock-stepped group, together with all other ranks."""
+        outputs = self._scheduler.step()
+        if self._waves is not None and self._group is not None:
+            # A rank without requests takes part too: that is vLLM's dummy batch.
+            unfinished = self._group.any(
+                self._scheduler.unfinished,
+                wake_fd=stopper.fd,
+                timeout_s=self._config.options.cpu_distributed_timeout_s,
+            )
+            if unfinished is None:
+                return
+            if done := self._waves.stepped(any_unfinished=unfinished):
+                if done.report is not None:
+                    self._to_coordinator(Outputs(engine=self._rank, wave_complete=done.report))
+                logs.info(f"Wave {self._waves.wave - 1} complete")
+        stats: dict[str, Any] | None = self._stats()
+        for client, message in outputs.items():
+            # One front end hears the counts; the newest value wins when metrics are merged.
+            self._to_client(client, msgspec.structs.replace(message, stats=stats))
+            stats = None
+        if not self._busy():
+            self._next_step_s = None
+
+    def _stats(self) -> dict[str, Any]:
+        waiting, running = self._scheduler.counts
+        return {
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "step_counter": self._waves.step_counter if self._waves else 0,
+            "current_wave": self._waves.wave if self._waves else 0,
+            "kv_cache_usage": self._scheduler.kv_usage,
+        }
+
+    def _tell_counts(self) -> None:
+        """Tell the coordinator when the counts have changed, before and after a step."""
+        counts = self._scheduler.counts
+        if counts != self._told_counts and self._coordinator_out is not None:
+            self._told_counts = counts
+            self._to_coordinator(Outputs(engine=self._rank, stats=self._stats()))
+
+    def _to_coordinator(self, message: Outputs) -> None:
+        if self._coordinator_out is not None:
+            self._coordinator_out.send(wire.encode_outputs(message, now=time.monotonic()))
+
+    def _to_client(self, client: int, message: Outputs) -> None:
+        if 0 <= client < len(self._outputs):
+            self._outputs[client].send(wire.encode_outputs(message, now=time.monotonic()))
+
+    def _drain_input(self, socket: Socket) -> bool:
+        """Take all that has come. False when a malformed request has made this input deaf, as it does in vLLM."""
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            try:
+                self._from_front_end(frames)
+            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
+                logs.error(f"Input thread died of a malformed message: {type(failure).__name__}: {failure}")
+                return False
+
+    def _from_front_end(self, frames: list[bytes]) -> None:
+        kind = frames[0]
+        if kind == wire.ADD:
+            self._add(wire.decode_add(frames[1]))
+        elif kind == wire.ABORT:
+            for client, ids in self._scheduler.abort(wire.decode(frames[1])).items():
+                self._to_client(client, Outputs(engine=self._rank, finished=ids, stats=self._stats()))
+        elif kind == wire.UTILITY:
+            client, call_id, method, arguments = wire.decode(frames[1])
+            failure, value = self._utility(method, arguments)
+            result = None if failure else [None, value]
+            self._to_client(client, Outputs(engine=self._rank, utility=[call_id, failure, result]))
+
+    def _add(self, request: wire.Request) -> None:
+        self._requests_seen += 1
+        self._strike_on_request()
+        if self._drain_until_s is not None:
+            rejected = [request.request_id, [], None, None, None, int(wire.FinishReason.ABORT)]
+            message = Outputs(engine=self._rank, outputs=[rejected], finished=[request.request_id])
+            self._to_client(request.client_index, message)
+            return
+        self._scheduler.add(request)
+        if self._waves is not None:
+            self._announce(self._waves.request_arrived(request.wave))
+
+    def _strike_on_request(self) -> None:
+        options = self._config.options
+        for kind in ("crash-on-request", "fatal-on-request", "hang-on-request"):
+            fault = faults.find(options.faults, kind, self._rank)
+            if fault is None or self._requests_seen != fault.n:
+                continue
+            if kind == "crash-on-request":
+                faults.crash(fault)
+            faults.struck(fault, f"request {fault.n}")
+            if kind == "fatal-on-request":
+                raise RuntimeError("fault fatal-on-request")
+            while True:
+                time.sleep(3600)
+
+    def _from_coordinator(self, frames: list[bytes]) -> None:
+        if frames[0] == wire.START_DP_WAVE and self._waves is not None:
+            wave, exclude = wire.decode(frames[1])
+            self._announce(self._waves.start_received(wave, exclude))
+
+    def _announce(self, wave: int | None) -> None:
+        if wave is not None:
+            self._to_coordinator(Outputs(engine=self._rank, start_wave=wave))
+
+    def _utility(self, method: str, _arguments: list[Any]) -> tuple[str | None, Any]:
+        """(failure text, None) or (None, value)."""
+        if self._drain_until_s is not None:
+            return "Server shutting down", None
+        match method:
+            case "get_supported_tasks":
+                return None, ["generate"]
+            case "is_sleeping":
+                return None, self._sleeping
+            case "sleep" | "wake_up":
+                self._sleeping = method == "sleep"
+                return None, None
+            case "reset_mm_cache" | "reset_encoder_cache" | "profile" | "save_sharded_state" | "execute_dummy_batch":
+                return None, None
+            case "reset_prefix_cache":
+                return None, True
+            case "is_scheduler_paused" | "add_lora" | "remove_lora" | "pin_lora":
+                return None, False
+            case "list_loras" | "get_kv_cache_group_metadata":
+                return None, []
+            case "collective_rpc":
+                return None, [None]
+        return f"Call to {method} method failed: 'EngineCoreProc' object has no attribute {method!r}", None

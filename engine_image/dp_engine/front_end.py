@@ -1,0 +1,75 @@
+"""Carrying out the head's side of the handshake: ROUTER, children and signals around `handshake.FrontEndHandshake`."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import zmq
+
+from dp_engine import faults, logs
+from dp_engine.endpoints import prepare
+from dp_engine.faults import Fault
+from dp_engine.handshake import FrontEndHandshake, HandshakeError
+from dp_engine.processes import Child, Stopper, finished
+
+POLL_S = 10
+
+
+class StartFailed(Exception):
+    """The group cannot start; the process exits with status 1."""
+
+
+def run_handshake(
+    machine: FrontEndHandshake,
+    *,
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    children: list[Child],
+    stopper: Stopper,
+    fault_list: tuple[Fault, ...],
+) -> bool:
+    """Serve the handshake until every rank is READY; no time limit, as in vLLM. False when told to stop.
+
+    Raises StartFailed for whatever ends vLLM's start: a bad frame, a dead child, an address that is not ours.
+    """
+    faults.sleep_if(fault_list, "late-bind", 0)
+    with context.socket(zmq.ROUTER) as router:
+        prepare(router)
+        router.setsockopt(zmq.LINGER, 0)
+        if "[" in address:
+            router.setsockopt(zmq.IPV6, 1)
+        try:
+            router.bind(address)
+        except zmq.ZMQError as failure:
+            raise StartFailed(f"cannot bind the handshake socket at {address}: {failure.strerror}") from failure
+        logs.info(f"Handshake socket bound at {address}: waiting for {machine.waiting_for()}")
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(stopper.fd, zmq.POLLIN)
+        for child in children:
+            poller.register(child.pidfd, zmq.POLLIN)
+        told_s = time.monotonic()
+        while not machine.done:
+            events = dict(poller.poll(POLL_S * 1000))
+            if stopper.requested:
+                return False
+            # A dead child counts even when a HELLO waits.
+            if dead := finished(children):
+                raise StartFailed(f"Engine core initialization failed. Failed core proc(s): {dead}")
+            if router in events:
+                _answer(machine, router)
+            if time.monotonic() - told_s >= POLL_S and not machine.done:
+                told_s = time.monotonic()
+                logs.info(f"Waiting for {machine.waiting_for()}")
+    logs.info("All engines are READY; the handshake port is closed")
+    return True
+
+
+def _answer(machine: FrontEndHandshake, router: zmq.Socket[bytes]) -> None:
+    try:
+        reply = machine.receive(router.recv_multipart())
+    except (HandshakeError, msgspec.DecodeError, KeyError, TypeError, ValueError) as failure:
+        raise StartFailed(f"{type(failure).__name__}: {failure}") from failure
+    if reply:
+        router.send_multipart(reply)

@@ -1,0 +1,133 @@
+"""Messages of the startup handshake, and both sides' state machines: pure (protocol notes §2).
+
+The front end's machine makes every check of §2.5 in vLLM's order: identity, decode, local, headless, state, hash.
+An exception from it is meant to end the process, as it does in vLLM.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dp_engine import wire
+
+
+class Addresses(Struct, frozen=True, kw_only=True):
+    """Where engines find everything; one input and one output per API server, in the same order."""
+
+    inputs: list[str]
+    outputs: list[str]
+    coordinator_input: str | None = None
+    coordinator_output: str | None = None
+    frontend_stats_publish_address: str | None = None
+
+
+class Init(Struct, frozen=True, kw_only=True):
+    """What the front end answers to HELLO. `parallel_config` is empty for dense models."""
+
+    addresses: Addresses
+    parallel_config: dict[str, Any]
+
+
+_decode_init = msgspec.msgpack.Decoder(Init).decode
+
+
+def decode_init(frame: bytes) -> Init:
+    """Raises msgspec.ValidationError or DecodeError, as vLLM's typed decoder does: maps only, both keys required."""
+    return _decode_init(frame)
+
+
+def hello(*, local: bool, headless: bool) -> bytes:
+    return wire.encode({"status": "HELLO", "local": local, "headless": headless})
+
+
+def ready(*, local: bool, headless: bool, config_hash: str | None) -> bytes:
+    """READY since 0.20; the hash only for lock-stepped (MoE) groups."""
+    message: dict[str, Any] = {"status": "READY", "local": local, "headless": headless}
+    if config_hash is not None:
+        message["parallel_config_hash"] = config_hash
+    return wire.encode(message)
+
+
+class State(Enum):
+    NEW = "NEW"
+    CONNECTED = "CONNECTED"
+    READY = "READY"
+
+
+class HandshakeError(RuntimeError):
+    """A frame that ends the start."""
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """What the front end knows about a rank before it speaks."""
+
+    rank: int
+    local: bool
+
+
+class FrontEndHandshake:
+    """The head's side: feed it frames, send what it returns, until `done`."""
+
+    def __init__(self, *, expected: list[Expected], init: Init, remote_headless: bool, config_hash: str | None) -> None:
+        """`remote_headless`: internal load balancing. `config_hash` None: READYs are not compared (dense)."""
+        self._expected = {wire.identity(engine.rank): engine for engine in expected}
+        self._states = {engine.rank: State.NEW for engine in expected}
+        self._init = init
+        self._remote_headless = remote_headless
+        self._config_hash = config_hash
+
+    @property
+    def done(self) -> bool:
+        return all(state is State.READY for state in self._states.values())
+
+    def waiting_for(self) -> str:
+        """For the log: how many ranks have yet to connect and to start."""
+        parts: list[str] = []
+        for state, word in ((State.NEW, "connect"), (State.CONNECTED, "start")):
+            ranks = [engine for engine in self._expected.values() if self._states[engine.rank] is state]
+            local = sum(engine.local for engine in ranks)
+            if ranks:
+                parts.append(f"{local} local, {len(ranks) - local} remote core engine proc(s) to {word}")
+        return "; ".join(parts)
+
+    def receive(self, frames: list[bytes]) -> list[bytes]:
+        """Take one multipart message; returns the answer's frames, empty when there is none.
+
+        Raises HandshakeError, msgspec.DecodeError, KeyError or ValueError: the start has failed.
+        """
+        identity, payload = frames  # an extra frame ends the start here, as in vLLM
+        rank = int.from_bytes(identity, "little")
+        engine = self._expected.get(identity)
+        if engine is None:
+            raise HandshakeError(f"Message from engine with unexpected data parallel rank: {rank}")
+        message = wire.decode(payload)
+        status, local, headless = message["status"], message["local"], message["headless"]
+        side = "local" if local else "remote"
+        if local != engine.local:
+            wanted = "local" if engine.local else "remote"
+            raise HandshakeError(f"{status} message from {side} engine {rank}, expected it to be {wanted}")
+        # Only what is remote to this front end has another launcher, whose kind must fit.
+        if not local and headless != self._remote_headless:
+            if self._remote_headless:
+                raise HandshakeError(
+                    f"Remote engine {rank} must use --headless unless in external or hybrid dp lb mode"
+                )
+            raise HandshakeError(f"Remote engine {rank} must not use --headless in external or hybrid dp lb mode")
+        state = self._states[rank]
+        if status == "HELLO" and state is State.NEW:
+            self._states[rank] = State.CONNECTED
+            return [identity, wire.encode(self._init)]
+        if status == "READY" and state is State.CONNECTED:
+            theirs = message.get("parallel_config_hash")
+            if self._config_hash is not None and theirs != self._config_hash:
+                raise HandshakeError(
+                    f"Configuration mismatch detected for engine {rank}. Worker hash: {theirs}, expected hash: "
+                    f"{self._config_hash}. Start all workers with the same command-line arguments"
+                )
+            self._states[rank] = State.READY
+            return []
+        raise HandshakeError(f"Unexpected {status} message for {side} engine {rank} in {state.name} state.")

@@ -1,0 +1,189 @@
+"""Which process this command line asks for, and which combinations vLLM refuses.
+
+Order of evaluation and refusals follow protocol notes §1.3 and §1.4 for the newest release. Pure: options and the
+kind of model in, a Launch or a ValueError out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Literal
+
+from msgspec import Struct
+
+from dp_engine.options import Options
+
+LoadBalancing = Literal["internal", "hybrid", "external"]
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """What one node starts: `size_local` ranks from `start_rank` on, and `api_servers` front ends (0 = headless)."""
+
+    load_balancing: LoadBalancing
+    size: int
+    size_local: int
+    start_rank: int
+    headless: bool
+    api_servers: int
+    address: str
+    rpc_port: int
+    moe: bool
+
+    @property
+    def local_ranks(self) -> range:
+        return range(self.start_rank, self.start_rank + self.size_local)
+
+    @property
+    def all_local(self) -> bool:
+        """Every rank runs on this node: ipc instead of tcp, and the rpc port is never opened."""
+        return self.size_local == self.size
+
+    @property
+    def coordinated(self) -> bool:
+        """Ranks step together in waves: MoE only, since 0.14."""
+        return self.moe and self.size > 1
+
+
+_MOE_CONFIG_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+
+
+def is_moe(options: Options) -> bool:
+    """--moe or --no-moe, else what config.json of a local model directory says, else dense."""
+    if options.moe is not None:
+        return options.moe
+    path = os.path.join(options.model, "config.json")
+    if not os.path.isfile(path):
+        return False
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    return any(isinstance(config.get(key), int) and config[key] > 0 for key in _MOE_CONFIG_KEYS)
+
+
+def _node_placement(options: Options) -> tuple[int, int]:
+    """(first rank, local size) from --nnodes/--node-rank. Raises ValueError."""
+    workers = options.tensor_parallel_size * options.pipeline_parallel_size
+    total = workers * options.data_parallel_size
+    if options.data_parallel_backend == "ray":
+        raise ValueError("--nnodes > 1 is not supported with --data-parallel-backend ray")
+    if options.node_rank >= options.nnodes:
+        raise ValueError(f"--node-rank {options.node_rank} must be less than --nnodes {options.nnodes}")
+    if total % options.nnodes:
+        raise ValueError(f"the world size {total} is not divisible by --nnodes {options.nnodes}")
+    local_world = total // options.nnodes
+    return options.node_rank * local_world // workers, max(local_world // workers, 1)
+
+
+def _mode(options: Options) -> tuple[LoadBalancing, int, int]:
+    """(load balancing, first rank, local size) in vLLM's order of evaluation. Raises ValueError."""
+    size, local = options.data_parallel_size, options.data_parallel_size_local
+    start, rank = options.data_parallel_start_rank, options.data_parallel_rank
+    if rank is not None and not 0 <= rank < size:
+        raise ValueError(f"--data-parallel-rank {rank} must be in the range [0, {size})")
+    if options.data_parallel_external_lb and size == 1:
+        raise ValueError("--data-parallel-external-lb can only be set when data_parallel_size > 1")
+    if options.data_parallel_external_lb and options.data_parallel_hybrid_lb:
+        raise ValueError("--data-parallel-external-lb and --data-parallel-hybrid-lb cannot be enabled together")
+    external = options.data_parallel_external_lb or rank is not None
+    if external and (options.data_parallel_hybrid_lb or start is not None):
+        raise ValueError(
+            "Cannot use more than one data parallel load balancing mode: --data-parallel-rank or "
+            "--data-parallel-external-lb goes with neither --data-parallel-start-rank nor --data-parallel-hybrid-lb"
+        )
+    node_rank, node_local = _node_placement(options) if options.nnodes > 1 else (0, None)
+    if external:
+        if local not in {None, 1}:
+            raise ValueError(f"--data-parallel-rank requires --data-parallel-size-local 1, not {local}")
+        return "external", node_rank if rank is None else rank, 1
+    if local is None and node_local is not None and not options.data_parallel_hybrid_lb:
+        local = node_local
+    if local is None:
+        if options.data_parallel_hybrid_lb:
+            raise ValueError("--data-parallel-size-local must be set to use --data-parallel-hybrid-lb")
+        return "internal", start or 0, size
+    first = node_rank if start is None else start
+    hybrid = options.data_parallel_hybrid_lb or (start is not None and not options.headless)
+    if not hybrid or local == size:
+        return "internal", first, local
+    return ("external" if local == 1 else "hybrid"), first, local
+
+
+def _check(options: Options, load_balancing: LoadBalancing, local: int, *, moe: bool) -> None:
+    """Refusals that do not depend on how the mode was found. Raises ValueError naming the flags."""
+    size = options.data_parallel_size
+    if size < 1:
+        raise ValueError(f"--data-parallel-size must be at least 1, not {size}")
+    if options.data_parallel_backend not in {"mp", "ray"}:
+        raise ValueError(f"--data-parallel-backend can only be ray or mp, not {options.data_parallel_backend!r}")
+    if options.data_parallel_backend == "ray":
+        raise ValueError("--data-parallel-backend ray needs a Ray cluster: the stand-in engine has none")
+    if options.data_parallel_hybrid_lb and options.headless:
+        raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
+    if options.headless and (options.api_server_count or 0) > 0:
+        raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
+    if local > size:
+        raise ValueError(f"--data-parallel-size-local {local} must be <= data_parallel_size {size}")
+    if local < 0:
+        raise ValueError(f"--data-parallel-size-local must be >= 0, not {local}")
+    if options.headless and local == 0:
+        raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
+    if load_balancing == "external" and size > 1 and not moe:
+        raise ValueError("Non-MoE models do not support external data parallel mode (--data-parallel-external-lb)")
+    if options.eplb and not options.expert_parallel:
+        raise ValueError("--enable-eplb requires --enable-expert-parallel")
+    if options.elastic_ep:
+        if not options.eplb:
+            raise ValueError("--enable-elastic-ep requires --enable-eplb")
+        if options.pipeline_parallel_size > 1:
+            raise ValueError("--enable-elastic-ep requires --pipeline-parallel-size 1")
+        if load_balancing == "hybrid":
+            raise ValueError("--enable-elastic-ep cannot be used with --data-parallel-hybrid-lb")
+    if options.fault_tolerance and (load_balancing != "external" or options.api_server_count not in {None, 1}):
+        raise ValueError("--enable-fault-tolerance requires external load balancing and --api-server-count 1")
+    if not options.headless and options.api_server_count is not None and options.api_server_count < 1:
+        raise ValueError(f"--api-server-count must be at least 1, not {options.api_server_count}")
+
+
+def _check_supervisor(options: Options) -> None:
+    size, local = options.data_parallel_size, options.data_parallel_size_local
+    if options.data_parallel_rank is not None or options.data_parallel_external_lb or options.data_parallel_hybrid_lb:
+        raise ValueError(
+            "--data-parallel-multi-port-external-lb goes with none of --data-parallel-rank, "
+            "--data-parallel-external-lb, --data-parallel-hybrid-lb"
+        )
+    if options.api_server_count not in {None, 1}:
+        raise ValueError("--data-parallel-multi-port-external-lb requires --api-server-count 1")
+    if size < 2 or (size if local is None else local) < 2 or size % (local or size):
+        raise ValueError(
+            "--data-parallel-multi-port-external-lb requires --data-parallel-size >= 2 and a "
+            "--data-parallel-size-local >= 2 that divides it"
+        )
+
+
+def resolve(options: Options, *, moe: bool) -> Launch:
+    """Decide what to start. Raises ValueError, naming the flags, for a combination that vLLM refuses."""
+    if options.data_parallel_multi_port_external_lb:
+        _check_supervisor(options)
+        raise ValueError("--data-parallel-multi-port-external-lb is not available in this engine yet")
+    load_balancing, start_rank, local = _mode(options)
+    _check(options, load_balancing, local, moe=moe)
+    size = options.data_parallel_size
+    if load_balancing == "internal" and not options.headless and start_rank > 0:
+        raise ValueError(
+            f"found internal DPLB, which is incompatible with --data-parallel-start-rank {start_rank}: "
+            "the node that serves the API holds rank 0"
+        )
+    # Since 0.15 an unset count means one API server per engine that the front end manages.
+    derived = {"internal": size, "hybrid": local, "external": 1}[load_balancing]
+    address = options.data_parallel_address or options.master_addr
+    return Launch(
+        load_balancing=load_balancing,
+        size=size,
+        size_local=local,
+        start_rank=start_rank,
+        headless=options.headless,
+        api_servers=0 if options.headless else options.api_server_count or derived,
+        address="127.0.0.1" if size == 1 else address,
+        rpc_port=options.data_parallel_rpc_port,
+        moe=moe,
+    )
