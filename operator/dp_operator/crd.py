@@ -146,12 +146,18 @@ def _root_schema() -> Schema:
         "description": "Groups of data-parallel vLLM ranks that start together, serve one API and are replaced as a whole.",
         "required": ["spec"],
         "x-kubernetes-validations": [
-            {"rule": rules.NAME_CEL, "message": rules.NAME_MESSAGE, "reason": "FieldValueForbidden"}
+            {
+                "rule": rules.NAME_CEL,
+                "message": rules.NAME_MESSAGE,
+                "fieldPath": ".metadata.name",
+                "reason": "FieldValueForbidden",
+            }
         ],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            # Only so that the rule on the name can point at it; 253 is every object's limit.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
             "spec": spec,
             "status": _schema(inspect.type_info(api.Status), status=True),
         },

@@ -44,7 +44,7 @@ OWNED_FLAGS = (
     Owned(patterns=("--te[nsor-parallel-size]", "-t[p]"), instead="write spec.tensorParallelSize"),
     Owned(patterns=("--pi[peline-parallel-size]", "-p[p]"), instead="write spec.pipelineParallelSize"),
     Owned(
-        patterns=("--enable-ex[pert-parallel]", "--no-enable-ex[pert-parallel]", "-e[p]"),
+        patterns=("--enable-e[xpert-parallel]", "--no-enable-e[xpert-parallel]", "-e[p]"),
         instead="write spec.enableExpertParallel",
     ),
     Owned(patterns=("--api-s[erver-count]", "-a[sc]"), instead="write spec.dataParallel.apiServerCount"),
@@ -493,7 +493,7 @@ NOT_YET = (
 # A name becomes part of pod, Service and label names: a DNS-1035 label, short enough for all of them.
 NAME_CEL = f"self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= {NAME_MAX}"
 NAME_MESSAGE = (
-    f"metadata.name becomes part of the names of pods and Services: write at most {NAME_MAX} lower-case letters, digits "
+    f"it becomes part of the names of pods and Services: write at most {NAME_MAX} lower-case letters, digits "
     "and dashes, beginning with a letter and ending with a letter or digit"
 )
 

@@ -23,18 +23,18 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
 class RefusedError(Exception):
-    """An answer other than 2xx: the HTTP status and the server's message."""
+    """An answer other than 2xx: the server's message, and its causes as `field: message`."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{status}: {message}")
-        self.message = message
-
-
-def _message(answer: bytes) -> str:
-    try:
-        return str(json.loads(answer)["message"])
-    except ValueError:  # a path that nothing serves is answered in plain text
-        return answer.decode()
+    def __init__(self, status: int, answer: bytes) -> None:
+        try:
+            said = json.loads(answer)
+        except ValueError:  # a path that nothing serves is answered in plain text
+            said = {"message": answer.decode()}
+        super().__init__(f"{status}: {said['message']}")
+        self.message = said["message"]
+        self.causes = [
+            f"{cause['field']}: {cause['message']}" for cause in (said.get("details") or {}).get("causes", [])
+        ]
 
 
 class ApiServer:
@@ -58,7 +58,7 @@ class ApiServer:
             timeout=20,
         )
         if answer.status >= 300:
-            raise RefusedError(answer.status, _message(answer.data))
+            raise RefusedError(answer.status, answer.data)
         return json.loads(answer.data)
 
     def kubectl(self, *args: str) -> str:
@@ -160,6 +160,14 @@ class Dpds:
         except RefusedError as error:
             return error.message
         return "accepted"
+
+    def causes(self, case: dict[str, Any]) -> list[str]:
+        """Every reason of the server against creating an object, as `field: message`."""
+        try:
+            self.create(case, dry_run=True)
+        except RefusedError as error:
+            return error.causes
+        return []
 
     def get(self, name: str, subresource: str = "") -> Any:
         return self.server.call("GET", f"{self.path}/{name}{subresource}")

@@ -1,16 +1,11 @@
-{{- define "dp-operator.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
-{{- end -}}
-
 {{- /* The release's name where it already says what this is, else release and chart. */ -}}
 {{- define "dp-operator.fullname" -}}
-{{- $name := include "dp-operator.name" . -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" -}}
-{{- else if contains $name .Release.Name -}}
+{{- else if contains .Chart.Name .Release.Name -}}
 {{- .Release.Name | trunc 63 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 63 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -22,9 +17,12 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Name and instance only: what selectors say can never change, versions do. */ -}}
+{{- /*
+Name and instance only: what selectors say can never change, versions do. The name is not a value: the NetworkPolicies
+that the operator makes let it in by this label.
+*/ -}}
 {{- define "dp-operator.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "dp-operator.name" . }}
+app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 

@@ -90,7 +90,7 @@ def test_every_node_has_a_type_and_only_opaque_objects_are_open(schema):
             assert "pattern" in node, path
             continue
         assert "type" in node, path
-        if node["type"] == "object" and path != ".metadata":
+        if node["type"] == "object":
             kinds = {"properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields"} & node.keys()
             assert len(kinds) == 1, path
 
