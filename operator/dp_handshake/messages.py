@@ -11,7 +11,7 @@ the size of the group. Times are seconds since the epoch.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -70,8 +70,10 @@ class LaunchPlan(_Message, frozen=True):
     monitor_host: str  # ClusterIP of the incarnation's -rpc Service
     rpc_port: int  # the relay's; the engine's own ROUTER is at rpc_port + 1 on the head's pod IP
     api_port: int
-    head_argv: list[str | Fill | Versioned]
-    worker_argv: list[str | Fill | Versioned]
+    # Items are str, Fill or Versioned. Not typed as such: msgspec decodes no union of two structs without a tag, and
+    # only the launcher, which reads JSON by hand, looks into them.
+    head_argv: list[Any]
+    worker_argv: list[Any]
     api_scheme: Literal["HTTP", "HTTPS"] = "HTTP"
     visible_devices_env_name: str = ""
     monitor_port: int = MONITOR_PORT
