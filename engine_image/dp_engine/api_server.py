@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from dp_engine import logs, processes
-from dp_engine.client import EngineClient, EngineDead
+from dp_engine.client import EngineClient, EngineDeadError
 from dp_engine.data_sockets import DataSockets
 from dp_engine.endpoints import connect_stats
 from dp_engine.http_server import Server
@@ -66,11 +66,10 @@ async def _run(server: ApiServer) -> int:
     try:
         if stop.is_set():
             return 0
-        if client.dead is not None:
-            raise EngineDead(client.dead)
+        client.check_alive()
         await connecting
         await _serve(server, client, stopping, dying)
-    except (TimeoutError, EngineDead) as failure:
+    except (TimeoutError, EngineDeadError) as failure:
         logs.error(f"Engine core initialization failed: {type(failure).__name__} {failure}")
         return 1
     else:
@@ -126,7 +125,7 @@ async def _drain(client: EngineClient, *, timeout_s: float) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     logs.info(f"Shutting down: {client.unfinished} requests, draining for {timeout_s:g} s")
-    while client.unfinished and client.dead is None and loop.time() < deadline:
+    while client.unfinished and client.dead is None and loop.time() < deadline:  # noqa: ASYNC110 - seconds at most
         await asyncio.sleep(0.02)
 
 

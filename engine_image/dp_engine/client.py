@@ -24,7 +24,7 @@ from dp_engine.versions import Wire
 from dp_engine.wire import FinishReason
 
 
-class EngineDead(Exception):
+class EngineDeadError(Exception):
     """An engine has died, and with it the group."""
 
 
@@ -41,7 +41,7 @@ class _Pending:
 
     def __init__(self, engine: int) -> None:
         self.engine = engine
-        self.queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        self.queue: asyncio.Queue[Delta | EngineDeadError] = asyncio.Queue()
         self.sent_s = time.monotonic()
         self.last_s: float | None = None
 
@@ -89,8 +89,13 @@ class EngineClient:
     def unfinished(self) -> int:
         return len(self._pending)
 
+    def check_alive(self) -> None:
+        """Raises EngineDeadError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+
     async def connect(self, *, timeout_s: float) -> None:
-        """Wait for every engine's first frame, then until all answer. Raises TimeoutError, EngineDead.
+        """Wait for every engine's first frame, then until all answer. Raises TimeoutError, EngineDeadError.
 
         `timeout_s` starts anew with every engine that arrives.
         """
@@ -108,7 +113,7 @@ class EngineClient:
         await asyncio.gather(*(self.call(rank, "get_supported_tasks") for rank in self._ranks))
 
     async def call(self, rank: int, method: str, *arguments: object) -> Any:
-        """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDead."""
+        """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDeadError."""
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
@@ -122,12 +127,11 @@ class EngineClient:
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: dict[str, Any], *, position: int | None
     ) -> AsyncIterator[Delta]:
-        """Answer one request; leaving the iterator early aborts it. Raises EngineDead.
+        """Answer one request; leaving the iterator early aborts it. Raises EngineDeadError.
 
         `position` chooses an engine among those managed here, None leaves it to the balancer.
         """
-        if self.dead is not None:
-            raise EngineDead(self.dead)
+        self.check_alive()
         if position is None:
             chosen = self._balancer.pick()
         else:
@@ -154,7 +158,7 @@ class EngineClient:
         try:
             while finish is None:
                 delta = await pending.queue.get()
-                if isinstance(delta, EngineDead):
+                if isinstance(delta, EngineDeadError):
                     raise delta
                 self._measure(rank, pending, delta)
                 finish = delta.finish
@@ -175,8 +179,7 @@ class EngineClient:
         pending.last_s = now
         if delta.finish is not None:
             self._metrics.observe(rank, "e2e_request", now - pending.sent_s)
-            names: dict[int, Any] = dict(wire.FINISH_NAMES)
-            self._metrics.count(rank, names.get(delta.finish, "error"))
+            self._metrics.count(rank, wire.FINISH_NAMES.get(delta.finish, "error"))
 
     async def _read_outputs(self) -> None:
         while True:
@@ -236,10 +239,10 @@ class EngineClient:
         self.dead = reason
         self.died.set()
         for pending in self._pending.values():
-            pending.queue.put_nowait(EngineDead(reason))
+            pending.queue.put_nowait(EngineDeadError(reason))
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDead(reason))
+                future.set_exception(EngineDeadError(reason))
         self._calls.clear()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class Send(Struct, frozen=True):
     frames: list[bytes]
 
 
-class BarrierBroken(Exception):
+class BarrierBrokenError(Exception):
     """Something other than a subscription came before every engine had subscribed; vLLM's coordinator exits."""
 
 
@@ -64,10 +64,10 @@ class Coordinator:
         return [self._publish(counts)]
 
     def from_back(self, frame: bytes, now: float) -> list[Send]:
-        """A frame of the engines' publisher: subscriptions. Raises BarrierBroken."""
+        """A frame of the engines' publisher: subscriptions. Raises BarrierBrokenError."""
         if not self.started:
             if frame != wire.SUBSCRIBE:
-                raise BarrierBroken(f"unexpected frame before all engines subscribed: {frame[:32]!r}")
+                raise BarrierBrokenError(f"unexpected frame before all engines subscribed: {frame[:32]!r}")
             self._subscribed += 1
             if self._subscribed < self._size:
                 return []

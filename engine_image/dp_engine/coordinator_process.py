@@ -10,7 +10,7 @@ import zmq
 from msgspec import Struct
 
 from dp_engine import logs
-from dp_engine.coordinator import BarrierBroken, Coordinator, Send
+from dp_engine.coordinator import BarrierBrokenError, Coordinator, Send
 from dp_engine.endpoints import bind_socket
 from dp_engine.modes import Launch
 from dp_engine.versions import Wire
@@ -61,6 +61,6 @@ def run_coordinator(launch: Launch, wire_family: Wire, report_fd: int) -> int:
                 perform(core.from_engine(output.recv()))
             if front in events:
                 perform(core.from_front(front.recv()))
-    except BarrierBroken as broken:
+    except BarrierBrokenError as broken:
         logs.error(f"DP Coordinator: {broken}")
         return 1

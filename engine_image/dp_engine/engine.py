@@ -20,7 +20,7 @@ from dp_engine.endpoints import connect_socket
 from dp_engine.modes import Launch
 from dp_engine.options import Options
 from dp_engine.processes import Stopper
-from dp_engine.rendezvous import Group, GroupBroken, join
+from dp_engine.rendezvous import Group, GroupBrokenError, join
 from dp_engine.scheduler import Scheduler
 from dp_engine.versions import wire_of
 from dp_engine.waves import Waves
@@ -72,7 +72,7 @@ def run_engine(config: EngineConfig) -> int:
     faults.crash_if(options.faults, "crash-after-hello", rank)
     try:
         group = _join_group(config, init.parallel_config)
-    except GroupBroken as broken:
+    except GroupBrokenError as broken:
         logs.error(f"EngineCore failed to start: {broken}")
         return 1
     time.sleep(options.load_s)
@@ -118,12 +118,12 @@ def _say_hello(config: EngineConfig, shake: Socket) -> handshake.Init:
 
 
 def _join_group(config: EngineConfig, parallel_config: dict[str, Any]) -> Group | None:
-    """Bring up the lock-stepped group at the address that INIT names; None for a dense model. Raises GroupBroken."""
+    """Bring up the lock-stepped group at the address that INIT names; None for a dense model. Raises GroupBrokenError."""
     if not config.launch.coordinated:
         return None
     host, port = parallel_config.get("data_parallel_master_ip"), parallel_config.get("data_parallel_master_port")
     if not isinstance(host, str) or not isinstance(port, int):
-        raise GroupBroken("INIT holds no data_parallel_master_ip and port: is the head's model dense?")
+        raise GroupBrokenError("INIT holds no data_parallel_master_ip and port: is the head's model dense?")
     size = int(parallel_config.get("data_parallel_size") or config.launch.size)
     group = join(rank=config.rank, size=size, host=host, port=port, timeout_s=config.options.cpu_distributed_timeout_s)
     logs.info(f"Joined the data-parallel group of {size} at {host}:{port}")
@@ -214,7 +214,7 @@ class EngineCore:
             socket.send(wire.ENGINE_CORE_DEAD)
 
     def serve(self, stopper: Stopper) -> None:
-        """Answer until SIGTERM, then drain for --shutdown-timeout. Raises GroupBroken when a peer is gone."""
+        """Answer until SIGTERM, then drain for --shutdown-timeout. Raises GroupBrokenError when a peer is gone."""
         poller = zmq.Poller()
         for socket in self._inputs:
             poller.register(socket, zmq.POLLIN)
@@ -273,7 +273,7 @@ class EngineCore:
         if self._waves is not None and self._group is not None:
             # A rank without requests takes part too: that is vLLM's dummy batch.
             unfinished = self._group.any(
-                self._scheduler.unfinished,
+                mine=self._scheduler.unfinished,
                 wake_fd=stopper.fd,
                 timeout_s=self._config.options.cpu_distributed_timeout_s,
             )
@@ -346,7 +346,7 @@ class EngineCore:
         self._requests_seen += 1
         self._strike_on_request()
         if self._drain_until_s is not None:
-            rejected = [request.request_id, [], None, None, None, int(wire.FinishReason.ABORT)]
+            rejected: list[Any] = [request.request_id, [], None, None, None, int(wire.FinishReason.ABORT)]
             message = Outputs(engine=self._rank, outputs=[rejected], finished=[request.request_id])
             self._to_client(request.client_index, message)
             return

@@ -75,11 +75,11 @@ def parse_fault(text: str) -> Fault:
                 case "code":
                     code = int(value)
                 case _:
-                    raise ValueError
+                    separator = ""
         except ValueError:
-            raise ValueError(f"fault {kind}: cannot use {item!r}; keys are ranks, seconds, n, code") from None
+            separator = ""
         if not separator:
-            raise ValueError(f"fault {kind}: {item!r} has no value")
+            raise ValueError(f"fault {kind}: cannot use {item!r}; keys are ranks=, seconds=, n=, code=")
     return Fault(kind=kind, ranks=ranks, seconds=seconds, n=n, code=code)
 
 

@@ -16,7 +16,7 @@ from dp_engine.processes import Child, Stopper, finished
 POLL_S = 10
 
 
-class StartFailed(Exception):
+class StartError(Exception):
     """The group cannot start; the process exits with status 1."""
 
 
@@ -31,7 +31,7 @@ def run_handshake(
 ) -> bool:
     """Serve the handshake until every rank is READY; no time limit, as in vLLM. False when told to stop.
 
-    Raises StartFailed for whatever ends vLLM's start: a bad frame, a dead child, an address that is not ours.
+    Raises StartError for whatever ends vLLM's start: a bad frame, a dead child, an address that is not ours.
     """
     faults.sleep_if(fault_list, "late-bind", 0)
     with context.socket(zmq.ROUTER) as router:
@@ -42,7 +42,7 @@ def run_handshake(
         try:
             router.bind(address)
         except zmq.ZMQError as failure:
-            raise StartFailed(f"cannot bind the handshake socket at {address}: {failure.strerror}") from failure
+            raise StartError(f"cannot bind the handshake socket at {address}: {failure.strerror}") from failure
         logs.info(f"Handshake socket bound at {address}: waiting for {machine.waiting_for()}")
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
@@ -56,7 +56,7 @@ def run_handshake(
                 return False
             # A dead child counts even when a HELLO waits.
             if dead := finished(children):
-                raise StartFailed(f"Engine core initialization failed. Failed core proc(s): {dead}")
+                raise StartError(f"Engine core initialization failed. Failed core proc(s): {dead}")
             if router in events:
                 _answer(machine, router)
             if time.monotonic() - told_s >= POLL_S and not machine.done:
@@ -70,6 +70,6 @@ def _answer(machine: FrontEndHandshake, router: zmq.Socket[bytes]) -> None:
     try:
         reply = machine.receive(router.recv_multipart())
     except (HandshakeError, msgspec.DecodeError, KeyError, TypeError, ValueError) as failure:
-        raise StartFailed(f"{type(failure).__name__}: {failure}") from failure
+        raise StartError(f"{type(failure).__name__}: {failure}") from failure
     if reply:
         router.send_multipart(reply)

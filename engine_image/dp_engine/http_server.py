@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from dp_engine import logs
 from dp_engine import openai_schema as schema
-from dp_engine.client import EngineClient, EngineDead
+from dp_engine.client import EngineClient, EngineDeadError
 from dp_engine.metrics import SharedMetrics
-from dp_engine.openai_schema import BadRequest
+from dp_engine.openai_schema import BadRequestError
 from dp_engine.options import Options
 from dp_engine.tokens import Detokenizer
 from dp_engine.wire import FINISH_NAMES, FinishReason
@@ -87,9 +87,9 @@ class Server:
             if self.draining and request.method == "POST":
                 return _error("Server shutting down", code=503)
             response = await handler(request)
-        except BadRequest as failure:
+        except BadRequestError as failure:
             return _error(failure.message, code=failure.code, param=failure.param)
-        except EngineDead as failure:
+        except EngineDeadError as failure:
             return _error(f"EngineCore encountered an issue: {failure}", code=500)
         except web.HTTPException as failure:
             return _error(failure.reason or str(failure.status), code=failure.status)
@@ -188,9 +188,9 @@ class Server:
         *,
         prefix: str,
     ) -> Job:
-        """Check what only this server knows: model name, context length, rank. Raises BadRequest."""
+        """Check what only this server knows: model name, context length, rank. Raises BadRequestError."""
         if call.model is not None and call.model not in self._options.served_model_names:
-            raise BadRequest(f"The model `{call.model}` does not exist.", param="model", code=404)
+            raise BadRequestError(f"The model `{call.model}` does not exist.", param="model", code=404)
         samplings = [
             schema.sampling_of(
                 call, prompt_tokens=len(prompt), max_tokens=max_tokens, max_model_len=self._options.max_model_len
@@ -216,7 +216,7 @@ class Server:
         except ValueError:
             return None  # vLLM ignores what is no number
         if not 0 <= rank < self._client.engine_count:
-            raise BadRequest(f"data_parallel_rank {rank} is out of range [0, {self._client.engine_count}).")
+            raise BadRequestError(f"data_parallel_rank {rank} is out of range [0, {self._client.engine_count}).")
         return rank
 
     def _envelope(self, job: Job, model: str | None, kind: str) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class Server:
                 if delta.finish is not None:
                     finish = FINISH_NAMES.get(delta.finish, "error")
                     if delta.finish is FinishReason.ERROR:
-                        raise EngineDead("the engine reported an error")
+                        raise EngineDeadError("the engine reported an error")
                 yield Piece(
                     index=index, text=text, tokens=len(delta.token_ids), finish=finish, stop_reason=delta.stop_reason
                 )
@@ -278,8 +278,8 @@ class Server:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(collect(index)) for index in range(len(job.prompts) * job.n)]
-        except* EngineDead as failures:
-            raise EngineDead(str(failures.exceptions[0])) from None
+        except* EngineDeadError as failures:
+            raise EngineDeadError(str(failures.exceptions[0])) from None
         finally:
             self._load -= 1
         return [task.result() for task in tasks]
@@ -293,18 +293,17 @@ class Server:
         shape: Callable[..., dict[str, Any]],
     ) -> web.StreamResponse:
         """Server-sent events, one chunk per piece, then usage if asked for, then [DONE]."""
-        queue: asyncio.Queue[Piece | EngineDead | None] = asyncio.Queue()
+        queue: asyncio.Queue[Piece | EngineDeadError | None] = asyncio.Queue()
 
         async def pump(index: int) -> None:
             try:
                 async for piece in self._choice(job, index):
                     queue.put_nowait(piece)
-            except EngineDead as failure:
+            except EngineDeadError as failure:
                 queue.put_nowait(failure)
             queue.put_nowait(None)
 
-        if self._client.dead is not None:
-            raise EngineDead(self._client.dead)
+        self._client.check_alive()
         headers = {"Content-Type": "text/event-stream; charset=utf-8", **self._extra_headers(request)}
         response = web.StreamResponse(headers=headers)
         self._load += 1
@@ -328,7 +327,7 @@ class Server:
         call: schema.Sampling,
         envelope: dict[str, Any],
         shape: Callable[..., dict[str, Any]],
-        queue: asyncio.Queue[Piece | EngineDead | None],
+        queue: asyncio.Queue[Piece | EngineDeadError | None],
         open_choices: int,
     ) -> None:
         options = call.stream_options or schema.StreamOptions()
@@ -339,7 +338,7 @@ class Server:
             if item is None:
                 open_choices -= 1
                 continue
-            if isinstance(item, EngineDead):
+            if isinstance(item, EngineDeadError):
                 await _event(response, schema.error_body(f"EngineCore encountered an issue: {item}", code=500))
                 return
             tokens += item.tokens

@@ -20,7 +20,7 @@ from dp_engine.coordinator_process import CoordinatorEndpoints, run_coordinator
 from dp_engine.data_sockets import DataEndpoints, bind_data_sockets
 from dp_engine.endpoints import ipc_endpoint, tcp_endpoint
 from dp_engine.engine import EngineConfig, config_hash, run_engine
-from dp_engine.front_end import StartFailed, run_handshake
+from dp_engine.front_end import StartError, run_handshake
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Init
 from dp_engine.metrics import SharedMetrics
 from dp_engine.modes import Launch, is_moe, resolve
@@ -99,7 +99,7 @@ def _bind_listener(options: Options) -> socket.socket:
 def _forked_report(
     name: str, run: Callable[[int], int], *, title: str, close: list[int]
 ) -> tuple[Child, Callable[[], bytes]]:
-    """Fork a child that reports once through a pipe; the second item waits for that. It raises StartFailed."""
+    """Fork a child that reports once through a pipe; the second item waits for that. It raises StartError."""
     read_fd, write_fd = os.pipe()
     child = processes.fork(name, lambda: run(write_fd), title=title, close=[*close, read_fd])
     os.close(write_fd)
@@ -115,7 +115,7 @@ def _forked_report(
             data = b""
         os.close(read_fd)
         if not data:
-            raise StartFailed(f"{name} reported no endpoints")
+            raise StartError(f"{name} reported no endpoints")
         return data
 
     return child, report
@@ -157,7 +157,7 @@ def _serve_head(options: Options, launch: Launch) -> int:
     children: list[Child] = []
     try:
         return _start_head(options, launch, children)
-    except StartFailed as failure:
+    except StartError as failure:
         logs.error(str(failure))
         return 1
     except OSError as failure:
@@ -252,7 +252,7 @@ def _start_head(options: Options, launch: Launch, children: list[Child]) -> int:
         return 0
     _wait_for_end(children, stopper)
     if not stopper.requested:
-        raise StartFailed(f"Process(es) ended unexpectedly: {processes.finished(children)}")
+        raise StartError(f"Process(es) ended unexpectedly: {processes.finished(children)}")
     # Front ends drain first; only then may engines and coordinator go.
     processes.stop([child for child, _ in front_ends], grace_s=options.shutdown_timeout_s + 5)
     return 0

@@ -78,18 +78,18 @@ class SharedMetrics:
             page.head(name, "gauge", text)
             for engine in engines:
                 page.sample(name, engine, gauges[engine][position])
-        counters = {counter: _COUNTERS_AT + position for position, counter in enumerate(_COUNTERS)}
+        counters: dict[str, int] = {counter: _COUNTERS_AT + position for position, counter in enumerate(_COUNTERS)}
         for name, counter, text in (
             ("vllm:prompt_tokens_total", "prompt_tokens", "Number of prefill tokens processed."),
             ("vllm:generation_tokens_total", "generation_tokens", "Number of generation tokens processed."),
         ):
             page.head(name, "counter", text)
             for engine in engines:
-                page.sample(name, engine, self._sum(engine, counters[counter]))  # type: ignore[index]
+                page.sample(name, engine, self._sum(engine, counters[counter]))
         page.head("vllm:request_success_total", "counter", "Count of successfully processed requests.")
         for engine in engines:
             for reason in ("stop", "length", "abort", "error"):
-                value = self._sum(engine, counters[reason])  # type: ignore[index]
+                value = self._sum(engine, counters[reason])
                 page.sample("vllm:request_success_total", engine, value, finished_reason=reason)
         page.head("vllm:num_preemptions_total", "counter", "Cumulative number of preemption from the engine.")
         for engine in engines:

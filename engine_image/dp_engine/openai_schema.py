@@ -12,7 +12,7 @@ from dp_engine.tokens import END_OF_TEXT, encode_text
 Prompt = str | list[str | int | list[int]]
 
 
-class BadRequest(Exception):
+class BadRequestError(Exception):
     """The client's mistake; `code` is the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: int = 400) -> None:
@@ -66,28 +66,28 @@ _Kind = TypeVar("_Kind", bound=Sampling)
 
 
 def decode_request(body: bytes, kind: type[_Kind]) -> _Kind:
-    """Raises BadRequest, saying which field is wrong."""
+    """Raises BadRequestError, saying which field is wrong."""
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as failure:
-        raise BadRequest(str(failure)) from None
+        raise BadRequestError(str(failure)) from None
     except msgspec.DecodeError as failure:
-        raise BadRequest(f"The body is not valid JSON: {failure}") from None
+        raise BadRequestError(f"The body is not valid JSON: {failure}") from None
     _check(request)
     return request
 
 
 def _check(request: Sampling) -> None:
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise BadRequest(f"max_tokens must be at least 1, got {request.max_tokens}.", param="max_tokens")
+        raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}.", param="max_tokens")
     if not 1 <= (1 if request.n is None else request.n) <= 128:
-        raise BadRequest(f"n must be between 1 and 128, got {request.n}.", param="n")
+        raise BadRequestError(f"n must be between 1 and 128, got {request.n}.", param="n")
     if request.temperature is not None and request.temperature < 0:
-        raise BadRequest(f"temperature must be non-negative, got {request.temperature}.", param="temperature")
+        raise BadRequestError(f"temperature must be non-negative, got {request.temperature}.", param="temperature")
     if request.top_p is not None and not 0 < request.top_p <= 1:
-        raise BadRequest(f"top_p must be in (0, 1], got {request.top_p}.", param="top_p")
+        raise BadRequestError(f"top_p must be in (0, 1], got {request.top_p}.", param="top_p")
     if request.stream_options is not None and not request.stream:
-        raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise BadRequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
 
 
 def stop_strings(request: Sampling) -> list[str]:
@@ -98,23 +98,23 @@ def stop_strings(request: Sampling) -> list[str]:
 
 
 def prompts_of(prompt: Prompt) -> list[list[int]]:
-    """Token ids of each prompt. Raises BadRequest when there is none."""
+    """Token ids of each prompt. Raises BadRequestError when there is none."""
     if isinstance(prompt, str):
         return [encode_text(prompt)]
     if not prompt or prompt == [[]]:
-        raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        raise BadRequestError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
     ids = [item for item in prompt if isinstance(item, int)]
     if ids:
         if len(ids) != len(prompt):
-            raise BadRequest("prompt mixes token ids with other items.", param="prompt")
+            raise BadRequestError("prompt mixes token ids with other items.", param="prompt")
         return [ids]
     return [encode_text(item) if isinstance(item, str) else item for item in prompt if not isinstance(item, int)]
 
 
 def chat_prompt(messages: list[Message]) -> list[int]:
-    """The stand-in's chat template: one line per message, then the assistant's turn. Raises BadRequest."""
+    """The stand-in's chat template: one line per message, then the assistant's turn. Raises BadRequestError."""
     if not messages:
-        raise BadRequest("messages must not be empty.", param="messages")
+        raise BadRequestError("messages must not be empty.", param="messages")
     lines: list[str] = []
     for message in messages:
         content = message.content or ""
@@ -126,11 +126,11 @@ def chat_prompt(messages: list[Message]) -> list[int]:
 def sampling_of(request: Sampling, *, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> dict[str, Any]:
     """Sampling parameters as engines take them: a map without defaults. `max_tokens` None: whatever fits.
 
-    Raises BadRequest when prompt and answer do not fit into the model's context.
+    Raises BadRequestError when prompt and answer do not fit into the model's context.
     """
     room = max_model_len - prompt_tokens
     if room < (max_tokens or 1):
-        raise BadRequest(
+        raise BadRequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{max_tokens or 1} output tokens and your prompt contains {prompt_tokens} input tokens."
         )
@@ -183,6 +183,6 @@ _ERROR_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFou
 
 
 def error_body(message: str, *, code: int, param: str | None = None) -> dict[str, Any]:
-    """vLLM's error shape, which the OpenAI clients read."""
+    """Error body as vLLM sends it and the OpenAI clients read it."""
     kind = _ERROR_TYPES.get(code, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -46,7 +46,7 @@ tokenizer tokenizer-mode tokenizer-revision tool-call-parser tool-parser-plugin 
 uvicorn-log-level video-pruning-rate weight-transfer-config worker-cls worker-extension-cls
 max-waiting-queue-length tokens-only-cache structured-outputs-backend guided-decoding-backend rope-scaling rope-theta
 swap-space num-redundant-experts eplb-window-size eplb-step-interval nixl-config
-""".split()
+""".split()  # noqa: SIM905 - a page of names
 _IGNORED_SWITCHES = """
 allow-credentials allow-deprecated-quantization async-scheduling batch-invariant
 disable-cascade-attn disable-chunked-mm-input
@@ -62,12 +62,12 @@ kv-cache-metrics language-model-only log-error-stack mm-encoder-only multi-modal
 return-tokens-as-token-ids skip-mm-profiling skip-tokenizer-init trust-request-chat-template
 trust-remote-code use-gpu-for-pooling use-tqdm-on-load disable-jit-monitor moe-shared-experts-overlap
 enable-ep-weight-filter enable-request-logging
-""".split()
+""".split()  # noqa: SIM905 - a page of names
 
 
 _IGNORED_LISTS = frozenset(
     """allowed-media-domains cudagraph-capture-sizes exclude-log-deltas ignore-patterns lora-modules middleware
-    numa-bind-cpus numa-bind-nodes logits-processors disable-access-log-for-endpoints""".split()
+    numa-bind-cpus numa-bind-nodes logits-processors disable-access-log-for-endpoints""".split()  # noqa: SIM905 - a page of names
 )
 
 

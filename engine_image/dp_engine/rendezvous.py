@@ -17,7 +17,7 @@ _MAGIC = b"DPG1"
 _RETRY_S = 0.1
 
 
-class GroupBroken(Exception):
+class GroupBrokenError(Exception):
     """A member is gone, or the group never came together."""
 
 
@@ -28,10 +28,10 @@ class Group:
         self._rank = rank
         self._peers = peers
 
-    def any(self, mine: bool, *, wake_fd: int, timeout_s: float) -> bool | None:
+    def any(self, *, mine: bool, wake_fd: int, timeout_s: float) -> bool | None:
         """Logical or over all ranks; blocks until every rank has called it. None when `wake_fd` became readable.
 
-        Raises GroupBroken when a member is gone or slower than `timeout_s`.
+        Raises GroupBrokenError when a member is gone or slower than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         if self._rank == 0:
@@ -43,10 +43,10 @@ class Group:
                 flags.append(flag)
             result = any(flags)
             for rank, peer in self._peers.items():
-                _send_flag(peer, result, rank=rank)
+                _send_flag(peer, flag=result, rank=rank)
             return result
         root = self._peers[0]
-        _send_flag(root, mine, rank=0)
+        _send_flag(root, flag=mine, rank=0)
         return _receive_flag(root, rank=0, wake_fd=wake_fd, deadline=deadline)
 
     def close(self) -> None:
@@ -54,11 +54,11 @@ class Group:
             peer.close()
 
 
-def _send_flag(peer: socket.socket, flag: bool, *, rank: int) -> None:
+def _send_flag(peer: socket.socket, *, flag: bool, rank: int) -> None:
     try:
         peer.sendall(b"\x01" if flag else b"\x00")
     except OSError as failure:
-        raise GroupBroken(f"connection to rank {rank} lost: {failure}") from failure
+        raise GroupBrokenError(f"connection to rank {rank} lost: {failure}") from failure
 
 
 def _receive_flag(peer: socket.socket, *, rank: int, wake_fd: int, deadline: float) -> bool | None:
@@ -70,17 +70,17 @@ def _receive_flag(peer: socket.socket, *, rank: int, wake_fd: int, deadline: flo
         try:
             data = peer.recv(1)
         except OSError as failure:
-            raise GroupBroken(f"connection to rank {rank} lost: {failure}") from failure
+            raise GroupBrokenError(f"connection to rank {rank} lost: {failure}") from failure
         if not data:
-            raise GroupBroken(f"connection closed by rank {rank}")
+            raise GroupBrokenError(f"connection closed by rank {rank}")
         return data == b"\x01"
     if events:
         return None
-    raise GroupBroken(f"rank {rank} did not take part in time")
+    raise GroupBrokenError(f"rank {rank} did not take part in time")
 
 
 def join(*, rank: int, size: int, host: str, port: int, timeout_s: float) -> Group:
-    """Bring all ranks together. Raises GroupBroken."""
+    """Bring all ranks together. Raises GroupBrokenError."""
     deadline = time.monotonic() + timeout_s
     return _lead(size, host, port, deadline) if rank == 0 else _follow(rank, host, port, deadline)
 
@@ -97,7 +97,7 @@ def _lead(size: int, host: str, port: int, deadline: float) -> Group:
         listener.listen(size)
     except OSError as failure:
         listener.close()
-        raise GroupBroken(
+        raise GroupBrokenError(
             f"DistNetworkError: the server socket has failed to listen on {host}:{port}: {failure.strerror}. "
             "Rank 0 must run where --data-parallel-address points"
         ) from failure
@@ -113,7 +113,7 @@ def _lead(size: int, host: str, port: int, deadline: float) -> Group:
                 if time.monotonic() < deadline:
                     continue
                 missing = [other for other in range(1, size) if other not in peers]
-                raise GroupBroken(f"ranks {missing[:16]} did not join {host}:{port} in time") from None
+                raise GroupBrokenError(f"ranks {missing[:16]} did not join {host}:{port} in time") from None
             except OSError:
                 continue
             if len(hello) == 6 and hello[:4] == _MAGIC:
@@ -122,7 +122,7 @@ def _lead(size: int, host: str, port: int, deadline: float) -> Group:
                 peer.close()  # a port scanner, not a rank
     for other, peer in peers.items():
         _prepare(peer)
-        _send_flag(peer, True, rank=other)
+        _send_flag(peer, flag=True, rank=other)
     return Group(rank=0, peers=dict(sorted(peers.items())))
 
 
@@ -131,7 +131,7 @@ def _follow(rank: int, host: str, port: int, deadline: float) -> Group:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise GroupBroken(f"DistNetworkError: rank 0 was not reached at {host}:{port} in time")
+            raise GroupBrokenError(f"DistNetworkError: rank 0 was not reached at {host}:{port} in time")
         try:
             root = socket.create_connection((host, port), timeout=left)
         except OSError as failure:

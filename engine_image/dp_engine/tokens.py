@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 END_OF_TEXT = 257
-_WORDS = (
+_WORDS = (  # noqa: SIM905 - a line of words
     "a all an and as at be by can data each every for from group head in is it last many model more new no node not "
     "of on one or part rank ready so some step that the then there this time to token two under wave we while with word"
 ).split()

@@ -26,9 +26,8 @@ class Waves:
 
     def request_arrived(self, wave: int) -> int | None:
         """A request came that was sent while its front end believed in `wave`."""
-        if wave > self.wave:
-            self.wave = wave
         stale = wave < self.wave
+        self.wave = max(self.wave, wave)
         if self.running:
             return None
         self.running = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -35,7 +35,11 @@ class FinishReason(IntEnum):
     ERROR = 3
 
 
-FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+FINISH_NAMES: dict[FinishReason, Literal["stop", "length", "abort"]] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
 
 
 def identity(rank: int) -> bytes:
@@ -87,7 +91,7 @@ def decode_add(payload: bytes) -> Request:
     client_index, wave = ([*slots[position : position + 2], 0, 0])[:2]
     sampling = slots[3] or {}
     if not isinstance(sampling, dict) or not isinstance(client_index, int) or not isinstance(wave, int):
-        raise ValueError(f"not a request array: {str(slots)[:200]}")
+        raise ValueError(f"not a request array: {str(slots)[:200]}")  # noqa: TRY004 - a value from the wire
     return Request(
         request_id=slots[0],
         prompt_token_ids=list(slots[1] or []),
