@@ -22,8 +22,11 @@ import yaml
 from msgspec import inspect
 
 from dp_operator import api, rules
+from dp_operator.descriptions import DESCRIPTIONS
 
 Schema = dict[str, Any]
+
+# In the functions below `at` is the path of the schema that is made, such as `spec.engine.env[].name`.
 
 # Lists that are maps by one key of their items. All others are replaced as a whole.
 LIST_KEYS: dict[type, str] = {
@@ -51,7 +54,7 @@ def _string(kind: inspect.StrType) -> Schema:
     return {"type": "string"} | {name: value for name, value in limits.items() if value is not None}
 
 
-def _list(kind: inspect.ListType, *, status: bool) -> Schema:
+def _list(kind: inspect.ListType, *, at: str) -> Schema:
     schema: Schema = {"type": "array"}
     if kind.min_length is not None:
         schema["minItems"] = kind.min_length
@@ -62,28 +65,28 @@ def _list(kind: inspect.ListType, *, status: bool) -> Schema:
         schema["x-kubernetes-list-type"] = "atomic"
     else:
         schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
-    return schema | {"items": _schema(kind.item_type, status=status)}
+    return schema | {"items": _schema(kind.item_type, at=f"{at}[]")}
 
 
-def _map(kind: inspect.DictType, *, status: bool) -> Schema:
+def _map(kind: inspect.DictType, *, at: str) -> Schema:
     schema: Schema = {"type": "object"}
     if isinstance(kind.value_type, inspect.AnyType):
         return schema
     if kind.max_length is not None:
         schema["maxProperties"] = kind.max_length
-    return schema | {"additionalProperties": _schema(kind.value_type, status=status)}
+    return schema | {"additionalProperties": _schema(kind.value_type, at=at)}
 
 
-def _union(kind: inspect.UnionType, *, status: bool) -> Schema:
+def _union(kind: inspect.UnionType, *, at: str) -> Schema:
     alternatives = [part for part in kind.types if not isinstance(part, inspect.NoneType)]
     if len(alternatives) == 1:
-        return _schema(alternatives[0], status=status)
+        return _schema(alternatives[0], at=at)
     if {type(part) for part in alternatives} == {inspect.IntType, inspect.StrType}:
         return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     raise TypeError(f"a structural schema has no union of {alternatives}")
 
 
-def _default(field: inspect.Field, schema: Schema, *, status: bool) -> Schema:
+def _default(field: inspect.Field, schema: Schema, *, at: str) -> Schema:
     """Return the `default` of one field's schema, or nothing where the API server should not fill it in."""
     if field.required or field.default is None:
         return {}
@@ -91,17 +94,19 @@ def _default(field: inspect.Field, schema: Schema, *, status: bool) -> Schema:
     if isinstance(value, msgspec.Struct):
         below = schema["properties"].values()
         return {"default": {}} if any("default" in part for part in below) else {}
-    if status and value in ("", []):
+    if at.startswith("status.") and value in ("", []):
         return {}
     return {"default": msgspec.to_builtins(value)}
 
 
-def _object(kind: inspect.StructType, *, status: bool) -> Schema:
+def _object(kind: inspect.StructType, *, at: str) -> Schema:
     properties: dict[str, Schema] = {}
     for field in kind.fields:
-        schema = _schema(field.type, status=status)
-        properties[field.encode_name] = schema | _default(field, schema, status=status)
-    schema = {"type": "object"}
+        path = f"{at}.{field.encode_name}"
+        described = {"description": DESCRIPTIONS[path]} if path in DESCRIPTIONS else {}
+        below = described | _schema(field.type, at=path)
+        properties[field.encode_name] = below | _default(field, below, at=path)
+    schema: Schema = {"type": "object"}
     if kind.cls.__doc__:
         schema["description"] = " ".join(kind.cls.__doc__.split())
     if required := [field.encode_name for field in kind.fields if field.required]:
@@ -109,19 +114,19 @@ def _object(kind: inspect.StructType, *, status: bool) -> Schema:
     return schema | {"properties": properties}
 
 
-def _schema(kind: inspect.Type, *, status: bool) -> Schema:
+def _schema(kind: inspect.Type, *, at: str) -> Schema:
     if isinstance(kind, inspect.Metadata):
         extra = dict(kind.extra_json_schema or {})
         said = {"description": extra.pop("description")} if "description" in extra else {}
-        return said | {k: v for k, v in (_schema(kind.type, status=status) | extra).items() if k not in said}
+        return said | {k: v for k, v in (_schema(kind.type, at=at) | extra).items() if k not in said}
     if isinstance(kind, inspect.StructType):
-        return _object(kind, status=status)
+        return _object(kind, at=at)
     if isinstance(kind, inspect.ListType):
-        return _list(kind, status=status)
+        return _list(kind, at=at)
     if isinstance(kind, inspect.DictType):
-        return _map(kind, status=status)
+        return _map(kind, at=at)
     if isinstance(kind, inspect.UnionType):
-        return _union(kind, status=status)
+        return _union(kind, at=at)
     if isinstance(kind, inspect.LiteralType):
         return {"type": "string", "enum": list(kind.values)}
     if isinstance(kind, inspect.IntType):
@@ -139,7 +144,7 @@ def _validation(rule: rules.Rule) -> Schema:
 
 
 def _root_schema() -> Schema:
-    spec = _schema(inspect.type_info(api.Spec), status=False)
+    spec = _schema(inspect.type_info(api.Spec), at="spec")
     spec["x-kubernetes-validations"] = [_validation(rule) for rule in (*rules.RULES, *rules.NOT_YET)]
     return {
         "type": "object",
@@ -159,7 +164,7 @@ def _root_schema() -> Schema:
             # Only so that the rule on the name can point at it; 253 is every object's limit.
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
             "spec": spec,
-            "status": _schema(inspect.type_info(api.Status), status=True),
+            "status": _schema(inspect.type_info(api.Status), at="status"),
         },
     }
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from dp_operator import api, crd, rules
+from dp_operator.descriptions import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[3]
 NAME = "dataparallel.io_dataparalleldeployments.yaml"
@@ -207,6 +208,15 @@ def test_no_field_of_the_types_is_missing_from_the_schema(schema):
     assert list(missing(api.Status, schema["properties"]["status"], "status")) == []
 
 
+def test_every_field_says_what_it_is_for_and_none_that_is_gone(schema):
+    fields = {
+        path.removeprefix("."): node for path, node in walk(schema) if re.match(r"\.(spec|status)\..*[a-zA-Z]$", path)
+    }
+    assert [path for path, node in fields.items() if not node.get("description")] == []
+    assert [path for path in DESCRIPTIONS if path not in fields] == []
+    assert [path for path, text in DESCRIPTIONS.items() if fields[path]["description"] != text] == []
+
+
 def test_every_rule_blames_a_field_that_exists_and_says_what_to_write(schema):
     paths = {path for path, _ in walk(schema["properties"]["spec"])}
     for rule in (*rules.RULES, *rules.NOT_YET):
@@ -218,12 +228,12 @@ def test_every_rule_blames_a_field_that_exists_and_says_what_to_write(schema):
 
 def test_a_union_that_no_structural_schema_has_is_refused():
     with pytest.raises(TypeError, match="no union"):
-        crd._schema(msgspec.inspect.type_info(int | list[int]), status=False)
+        crd._schema(msgspec.inspect.type_info(int | list[int]), at="spec")
 
 
 def test_a_type_that_no_structural_schema_has_is_refused():
     with pytest.raises(TypeError, match="structural schema has no"):
-        crd._schema(msgspec.inspect.type_info(float), status=False)
+        crd._schema(msgspec.inspect.type_info(float), at="spec")
 
 
 def test_the_command_prints_and_writes_the_same_text(tmp_path, capsys):
