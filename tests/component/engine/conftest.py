@@ -66,12 +66,14 @@ class Bed:
         self.port = free_port()
         self.rpc_port = free_port()
 
-    def start(self, *argv: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Process:
+    def start(
+        self, *argv: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = (), model: str = "test-model"
+    ) -> Process:
         name, _, value = self._mark.partition("=")
         tmp = self._tmp_path / "t"
         tmp.mkdir(exist_ok=True)
         full = {**os.environ, "PYTHONPATH": ENGINE_PATH, "TMPDIR": str(tmp), name: value, **(env or {})}
-        command = [*prefix, sys.executable, "-m", "dp_engine", "serve", "test-model", "--load-seconds", "0.05", *argv]
+        command = [*prefix, sys.executable, "-m", "dp_engine", "serve", model, "--load-seconds", "0.05", *argv]
         process = Process(command, full, self._tmp_path / f"{len(self._started)}.log")
         self._started.append(process)
         return process

@@ -1,0 +1,105 @@
+"""The API as the official client and plain HTTP see it, on one group of two ranks."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+
+@pytest.fixture
+def client(bed):
+    bed.head("--shutdown-timeout", "0", "--max-model-len", "512", size=2, local=2)
+    bed.wait_ready()
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{bed.port}/v1", api_key="none", max_retries=0)
+
+
+def test_the_openai_package_completes_chats_and_streams(client):
+    done = client.completions.create(model="test-model", prompt="hello", max_tokens=12)
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.completion_tokens == 12
+    chat = client.chat.completions.create(
+        model="test-model", messages=[{"role": "user", "content": "hello"}], max_completion_tokens=7
+    )
+    assert chat.choices[0].message.role == "assistant"
+    assert len(chat.choices[0].message.content) == 7
+    chunks = list(
+        client.chat.completions.create(
+            model="test-model",
+            messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+            max_tokens=7,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert len(chunks) == 8, "one chunk a token, then usage"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == chat.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 7
+    assert [model.id for model in client.models.list()] == ["test-model"]
+
+
+def test_several_prompts_and_choices_come_back_in_order(client):
+    prompts = ["one", "two"]
+    alone = [client.completions.create(model="test-model", prompt=text, n=2, max_tokens=9) for text in prompts]
+    both = client.completions.create(model="test-model", prompt=prompts, n=2, max_tokens=9)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in both.choices]
+    assert texts == [choice.text for done in alone for choice in done.choices]
+    assert len(set(texts)) == 4
+    assert both.usage.completion_tokens == 36
+
+
+def test_token_ids_are_a_prompt_and_echo_gives_it_back(client):
+    text = client.completions.create(model="test-model", prompt="hi", max_tokens=4).choices[0].text
+    echoed = client.completions.create(model="test-model", prompt=list(b"hi"), max_tokens=4, echo=True)
+    assert echoed.choices[0].text == "hi" + text
+
+
+def test_a_stop_string_ends_the_text_before_it_and_is_never_streamed(client):
+    words = client.completions.create(model="test-model", prompt="hello", max_tokens=60).choices[0].text
+    stop = words[20:26]
+    done = client.completions.create(model="test-model", prompt="hello", max_tokens=60, stop=[stop])
+    expected = words[: words.index(stop)]
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (expected, "stop")
+    stream = client.completions.create(model="test-model", prompt="hello", max_tokens=60, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def test_a_text_without_a_limit_ends_by_itself(client):
+    chat = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "hello"}])
+    assert chat.choices[0].finish_reason in {"stop", "length"}
+    assert 256 <= chat.usage.completion_tokens < 512
+
+
+def test_mistakes_are_answered_in_openais_shape(client, bed):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
+        client.completions.create(model="test-model", prompt="x" * 600)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
+        client.completions.create(model="test-model", prompt="x", max_tokens=0)
+    status, text, _ = bed.request("POST", "/v1/completions", {"model": "test-model"})
+    assert (status, json.loads(text)["error"]["type"]) == (400, "BadRequestError")
+    assert bed.request("GET", "/v1/nothing")[0] == 404
+
+
+def test_service_endpoints_answer_as_vllms(client, bed):
+    assert json.loads(bed.request("GET", "/version")[1]) == {"version": "0.33.0"}
+    assert bed.request("GET", "/ping")[0] == bed.request("POST", "/ping")[0] == 200
+    assert json.loads(bed.request("GET", "/load")[1]) == {"server_load": 0}
+    headers = bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "abc"})[2]
+    assert headers["X-Request-Id"] == "abc"
+
+
+async def test_concurrent_requests_spread_evenly_over_the_ranks(client, bed):
+    asked = openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0)
+    calls = [asked.completions.create(model="test-model", prompt=str(n), max_tokens=20) for n in range(12)]
+    await asyncio.gather(*calls)
+    assert [bed.metric("vllm:request_success_total", rank=rank, finished_reason="length") for rank in (0, 1)] == [6, 6]
+
+
+def test_an_api_key_is_demanded_when_set(bed):
+    bed.head("--api-key", "secret", size=1, local=1)
+    bed.wait_ready()
+    assert bed.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
+    assert bed.complete(headers={"Authorization": "Bearer secret"})
