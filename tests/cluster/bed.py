@@ -8,9 +8,21 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from . import addresses, api, binaries, certificates, containers, control_plane, leftovers, network, node, packages
-from . import pause, processes
+from . import (
+    api,
+    binaries,
+    certificates,
+    containers,
+    control_plane,
+    leftovers,
+    network,
+    node,
+    packages,
+    pause,
+    processes,
+)
 from .addresses import NODES
+from .commands import Words
 from .console import say, step, wait_until
 from .control_plane import alive_and
 from .errors import BedError
@@ -106,22 +118,22 @@ class Bed:
 
     def partition(self, name: str) -> None:
         """Cut the node off from all others and from the host; its pods go on."""
-        network.set_port(_known(name), up=False)
+        network.set_port(_own(name), up=False)
 
     def heal(self, name: str) -> None:
         """End a partition."""
-        network.set_port(_known(name), up=True)
+        network.set_port(_own(name), up=True)
 
     def stop_node(self, name: str) -> None:
         """Cut the node's power: its cable is out and all its processes and containers are dead at once."""
-        network.set_port(_known(name), up=False)
+        network.set_port(_own(name), up=False)
         with alone():
             node.kill(name)
 
     def start_node(self, name: str) -> None:
         """Start a stopped node and wait until it is Ready."""
         paths = binaries.ensure()
-        network.set_port(_known(name), up=True)
+        network.set_port(_own(name), up=True)
         began = datetime.now(UTC)
         with alone():
             _start_runtime(name, pause.archive())
@@ -143,7 +155,7 @@ class Bed:
 
     def images_on(self, name: str) -> dict[str, str]:
         """References of the node's images and the digests they stand for."""
-        lines = containers.ctr(_known(name), "images", "ls").splitlines()[1:]
+        lines = containers.ctr(_own(name), "images", "ls").splitlines()[1:]
         return {words[0]: words[2] for line in lines if len(words := line.split()) > 2}
 
     def tag_image(self, source: str, target: str, *, node_name: str | None = None) -> None:
@@ -156,9 +168,9 @@ class Bed:
         for name in self._chosen(node_name):
             containers.ctr(name, "images", "rm", reference)
 
-    def in_node(self, name: str, argv: Sequence[str | Path]) -> list[str]:
+    def in_node(self, name: str, argv: Words) -> list[str]:
         """The command line that runs a program in the node's network namespace."""
-        return network.inside(network.namespace(_known(name)), argv)
+        return network.inside(network.namespace(_own(name)), argv)
 
     def log(self, process: str) -> str:
         """What a process has written."""
@@ -168,7 +180,7 @@ class Bed:
         return path.read_text(errors="replace")
 
     def _chosen(self, node_name: str | None) -> Sequence[str]:
-        return NODES if node_name is None else (_known(node_name),)
+        return [_own(name) for name in (NODES if node_name is None else (node_name,))]
 
 
 def _start_runtime(name: str, pause_archive: Path) -> None:
@@ -176,7 +188,13 @@ def _start_runtime(name: str, pause_archive: Path) -> None:
     pause.ensure(name, pause_archive)
 
 
-def _known(name: str) -> str:
+def _own(name: str) -> str:
+    """The name of a node of this checkout's own bed; the sockets of another one's would look the same."""
+    owner = processes.read_owner()
+    if owner is None:
+        raise BedError("The cluster is not up. Start it: python3 -m tests.cluster up")
+    if owner.checkout != str(CHECKOUT):
+        raise BedError(f"The bed on this machine belongs to another checkout: {owner.checkout}")
     if name not in NODES:
         raise BedError(f"No node {name!r}. There are: {', '.join(NODES)}")
     return name
@@ -205,9 +223,9 @@ def _delete(entry: Path) -> None:
 
 
 def describe() -> str:
-    """How to use a bed that is up."""
+    """How to use a cluster that is up."""
     return (
-        f"The cluster is up: {addresses.API_URL}\n"
+        f"The cluster is up. To use it:\n"
         f"  export KUBECONFIG={KUBECONFIG}\n"
         f"  export PATH={BIN}:$PATH\n"
         f"  kubectl get nodes\n"

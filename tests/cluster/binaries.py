@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def ensure(names: Sequence[str] = ()) -> dict[str, Path]:
     return paths
 
 
-def link_clients(paths: dict[str, Path]) -> None:
+def link_clients(paths: Mapping[str, Path]) -> None:
     """Put kubectl and helm under `.cluster/bin`."""
     BIN.mkdir(parents=True, exist_ok=True)
     for name in CLIENTS:

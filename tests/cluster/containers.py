@@ -7,12 +7,13 @@ address lies in the bed's own directory.
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 from .commands import run
-from .errors import BedError
+from .console import wait_until
 from .paths import RUN
-from .processes import Started, start_ticks, stop_started
+from .processes import identified, stop_started
 
 _SHIM = "containerd-shim-runc-v2"
 
@@ -24,7 +25,12 @@ def socket(node: str) -> Path:
 
 def ctr(node: str, *words: str | Path) -> str:
     """Run containerd's own client on the images and containers that the kubelet uses."""
-    return run(["ctr", "--address", socket(node), "--namespace", "k8s.io", *words])
+    return run(ctr_argv(node, *words))
+
+
+def ctr_argv(node: str, *words: str | Path) -> list[str]:
+    """The command line of that."""
+    return ["ctr", "--address", str(socket(node)), "--namespace", "k8s.io", *(str(word) for word in words)]
 
 
 def kill_all(below: Path) -> None:
@@ -33,7 +39,7 @@ def kill_all(below: Path) -> None:
     shims = [pid for pid in parents if _is_shim(pid, below)]
     inside = [pid for pid in parents if pid not in shims and _descends(pid, frozenset(shims), parents)]
     for group in (inside, shims):
-        stop_started(_started(group), grace_s=0)
+        stop_started(identified(group), grace_s=0)
 
 
 def unmount(*directories: Path) -> None:
@@ -50,27 +56,48 @@ def mounts(*directories: Path) -> list[str]:
     return sorted((point for point in clear if point.startswith(prefixes)), key=len, reverse=True)
 
 
+def bundles(below: Path) -> list[Path]:
+    """The runtime's directory of every container, running or left over; its name is the container's id."""
+    return list(below.glob("*/containerd/io.containerd.runtime.v2.task/*/*"))
+
+
 def remove_shim_sockets(below: Path) -> None:
     """Shims keep their sockets in a directory of the whole machine; the address of each is noted in its bundle."""
-    for note in below.glob("*/containerd/io.containerd.runtime.v2.task/*/*/address"):
-        path = note.read_text().strip().removeprefix("unix://")
-        if path.startswith("/run/containerd/s/"):
-            Path(path).unlink(missing_ok=True)
+    for bundle in bundles(below):
+        with contextlib.suppress(FileNotFoundError):
+            path = (bundle / "address").read_text().strip().removeprefix("unix://")
+            if path.startswith("/run/containerd/s/"):
+                Path(path).unlink(missing_ok=True)
 
 
-def remove_cgroups(name: str) -> None:
-    """Remove the control groups below that name; they are empty once the containers are dead."""
-    for top in [*Path("/sys/fs/cgroup").glob(f"*/{name}"), Path("/sys/fs/cgroup") / name]:
-        for directory, _, _ in os.walk(top, topdown=False):
-            with contextlib.suppress(FileNotFoundError):
-                _remove_cgroup(directory)
+def remove_cni_results(below: Path) -> None:
+    """CNI notes its result for each container in one directory of the whole machine."""
+    for bundle in bundles(below):
+        for note in Path("/var/lib/cni/results").glob(f"*-{bundle.name}-*"):
+            note.unlink(missing_ok=True)
 
 
-def _remove_cgroup(directory: str) -> None:
-    try:
-        os.rmdir(directory)
-    except OSError as error:
-        raise BedError(f"Cannot remove the control group {directory}: {error}. Who is in it: {directory}/cgroup.procs")
+def remove_cgroups(below: Path) -> None:
+    """Remove the control groups of dead containers: containerd names them after the container."""
+    top = Path("/sys/fs/cgroup")
+    groups = [group for bundle in bundles(below) for group in top.glob(f"**/k8s.io/{bundle.name}")]
+    for group in groups:
+        wait_until(f"the control group {group} to be empty", partial(_busy, group), 5.0)
+    for parent in {group.parent for group in groups}:
+        with contextlib.suppress(OSError):
+            parent.rmdir()  # another containerd's containers may be in it
+
+
+def _busy(group: Path) -> str | None:
+    """Remove a control group and those inside it; what keeps it if that fails."""
+    for directory, _, _ in os.walk(group, topdown=False):
+        try:
+            os.rmdir(directory)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return str(error)
+    return None
 
 
 def remove_log_links(below: Path) -> None:
@@ -78,10 +105,6 @@ def remove_log_links(below: Path) -> None:
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and link.readlink().is_relative_to(below):
             link.unlink()
-
-
-def _started(pids: list[int]) -> list[Started]:
-    return [Started(pid, ticks, "") for pid in pids if (ticks := start_ticks(pid)) is not None]
 
 
 def _parents() -> dict[int, int]:

@@ -4,14 +4,14 @@
 named dp-bed. No namespace has a default route, so nothing of the bed can reach anything outside it.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from . import addresses
 from .addresses import NODES
-from .commands import attempt, run
+from .commands import Words, attempt, run
 from .errors import BedError
 
 SWITCH = "dp-sw"
@@ -28,12 +28,12 @@ def namespace(node: str) -> str:
 NAMESPACES = (SWITCH, CONTROL_PLANE, *(namespace(node) for node in NODES))
 
 
-def inside(name: str, argv: Sequence[str | Path]) -> list[str]:
+def inside(name: str, argv: Words) -> list[str]:
     """The command line that runs a program in a namespace.
 
     nsenter and not `ip netns exec`: the latter mounts /sys anew and hides the cgroups.
     """
-    return ["nsenter", f"--net={_NETNS / name}", *(str(a) for a in argv)]
+    return ["nsenter", f"--net={_NETNS / name}", *(str(word) for word in argv)]
 
 
 def exists(name: str) -> bool:
@@ -90,6 +90,18 @@ def port_is_up(node: str) -> bool:
     """Whether the node's cable is plugged in."""
     shown = attempt(["ip", "-n", SWITCH, "-j", "link", "show", _port(node)])
     return shown.returncode == 0 and "UP" in json.loads(shown.stdout)[0]["flags"]
+
+
+def members() -> list[int]:
+    """Processes that live in one of the bed's namespaces, whoever started them."""
+    ours = {(_NETNS / name).stat().st_ino for name in NAMESPACES if exists(name)}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if (entry / "ns" / "net").stat().st_ino in ours:
+                    found.append(int(entry.name))
+    return found
 
 
 def remove() -> None:

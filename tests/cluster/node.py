@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import addresses, containers, processes
-from .addresses import NODES
 from .certificates import CA, certificate, key, kubeconfig
 from .commands import attempt
 from .console import wait_until
@@ -14,7 +13,6 @@ from .network import inside, namespace
 from .paths import LOGS, RUN, node_dir, node_run_dir
 from .pause import PAUSE_IMAGE
 
-CGROUP = "dp-bed"
 _PARTS = ("containerd", "kubelet", "kube-proxy")
 CONTAINERD_S = 60.0
 
@@ -67,13 +65,6 @@ def kill(node: str) -> None:
     """End everything on the node at once, as a power cut does."""
     processes.stop(process_names(node), grace_s=0)
     containers.kill_all(node_run_dir(node))
-
-
-def remove_cni_results(nodes: tuple[str, ...] = NODES) -> None:
-    """CNI notes the result for each container in one directory of the whole machine."""
-    for node in nodes:
-        for note in Path("/var/lib/cni/results").glob(f"{_cni_name(node)}-*"):
-            note.unlink(missing_ok=True)
 
 
 def _silent(node: str) -> str | None:
@@ -157,7 +148,6 @@ def _kubelet_config(node: str) -> dict[str, object]:
         # Several kubelets share one machine with an old or mixed control group layout.
         "failCgroupV1": False,
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": f"/{CGROUP}/{node}",
         "cgroupsPerQOS": False,
         "enforceNodeAllocatable": [],
         "localStorageCapacityIsolation": False,

@@ -5,7 +5,8 @@ import io
 import json
 import platform
 import tarfile
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def manifest_of(layout: Path) -> dict[str, Any]:
     return descriptor
 
 
-def write_archive(layout: Path, reference: str, present: Set[str], target: Path) -> int:
+def write_archive(layout: Path, reference: str, present: AbstractSet[str], target: Path) -> int:
     """Pack the image of a layout for `ctr images import`, without the blobs that are `present` on the node.
 
     containerd looks a blob up in its store whether it came with this archive or not. Returns the bytes of blobs

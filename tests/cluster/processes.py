@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from .commands import Words
 from .console import POLL_S
 from .errors import BedError
 from .paths import CHECKOUT, LOGS, OWNER
@@ -111,9 +112,9 @@ def running(name: str) -> bool:
     return started is not None and is_alive(started)
 
 
-def ensure(name: str, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> bool:
+def ensure(name: str, argv: Words) -> bool:
     """Start the program unless it runs with exactly this command line already; True if it was started."""
-    words = [str(a) for a in argv]
+    words = [str(word) for word in argv]
     digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
     started = recorded(name)
     if started is not None and is_alive(started):
@@ -127,7 +128,6 @@ def ensure(name: str, argv: Sequence[str | Path], *, env: Mapping[str, str] | No
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=dict(env) if env is not None else None,
             cwd="/",
             start_new_session=True,
         )
@@ -147,6 +147,11 @@ def stop(names: Iterable[str], *, grace_s: float = 10.0) -> None:
     owner = _owner()
     targets = [one for name in names if (one := owner.processes.get(name)) is not None]
     stop_started(targets, grace_s=grace_s)
+
+
+def identified(pids: Iterable[int]) -> list[Started]:
+    """Live processes found by other means than the record, with the identity they have now."""
+    return [Started(pid, ticks, "") for pid in pids if (ticks := start_ticks(pid)) is not None]
 
 
 def stop_started(targets: Iterable[Started], *, grace_s: float) -> None:
