@@ -225,7 +225,7 @@ def observe(
             part["rpc_service"] = obj
         elif kind == "ConfigMap":
             part["config_map"] = obj
-            part["plan"] = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan)
+            part["plan"] = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
         elif kind == "PodDisruptionBudget":
             part["budget"] = obj
             kept[kind, name] = raw

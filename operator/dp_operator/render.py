@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     relay_image: str
     namespace: str = "dp-system"
-    pod_labels: dict[str, str] = {"app.kubernetes.io/name": "dp-operator"}
+    pod_labels: dict[str, str] = msgspec.field(default_factory=lambda: {"app.kubernetes.io/name": "dp-operator"})
 
 
 def api_server_count(spec: Spec) -> int:

@@ -1,0 +1,181 @@
+"""The few API calls the operator makes, over one aiohttp session. Objects are dictionaries, as the API sends them.
+
+The official client's models drop fields they do not know and refuse ones that are newer than they are, and its
+import costs more memory than the rest of the operator; docs/decisions/0002-own-api-client.md has the figures. kopf finds
+the credentials; service account tokens are read again from their file, because they rotate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Self
+
+import aiohttp
+import kopf
+import msgspec
+
+from dp_operator.api import API_VERSION, KIND, PLURAL
+from dp_operator.naming import MANAGER
+
+Object = dict[str, Any]
+
+# kind -> (apiVersion, plural)
+RESOURCES = {
+    KIND: (API_VERSION, PLURAL),
+    "Pod": ("v1", "pods"),
+    "Service": ("v1", "services"),
+    "ConfigMap": ("v1", "configmaps"),
+    "StatefulSet": ("apps/v1", "statefulsets"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "Event": ("events.k8s.io/v1", "events"),
+    "Lease": ("coordination.k8s.io/v1", "leases"),
+}
+_TIMEOUT = aiohttp.ClientTimeout(total=30, connect=10)
+_PARALLEL_REQUESTS = 16
+_PAGE = 500
+
+
+class ApiError(Exception):
+    """The API server said no. `status` is the HTTP code, `reason` its CamelCase reason, `retry_after_s` its advice."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Client:
+    """Calls to one API server. Use as an async context manager."""
+
+    def __init__(self, *, user_agent: str = MANAGER) -> None:
+        self._user_agent = user_agent
+        self._session: aiohttp.ClientSession | None = None
+        self._connection = _credentials()
+        self._slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(ssl=self._connection.as_ssl_context(), limit=_PARALLEL_REQUESTS)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=_TIMEOUT, headers={"User-Agent": self._user_agent}
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        params: dict[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """Send one request and decode the answer. Raises ApiError, aiohttp.ClientError or TimeoutError."""
+        if self._session is None:
+            raise RuntimeError("the client is not open")
+        headers = {"Accept": "application/json", **_credentials().as_http_headers()}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        async with (
+            self._slots,
+            self._session.request(
+                method,
+                f"{self._connection.server.rstrip('/')}{path}",
+                params=params,
+                headers=headers,
+                data=None if body is None else msgspec.json.encode(body),
+            ) as response,
+        ):
+            payload = await response.read()
+            if response.status < 400:
+                decoded: Object = msgspec.json.decode(payload)
+                return decoded
+            raise _error(response, payload)
+
+    async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
+        """All objects of a kind, in pages. List items lack kind and apiVersion."""
+        params = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
+        items: list[Object] = []
+        while True:
+            page = await self.request("GET", path(kind, namespace), params=params)
+            items += page["items"]
+            token = page["metadata"].get("continue")
+            if not token:
+                return items
+            params = params | {"continue": token}
+
+    async def get(self, kind: str, namespace: str, name: str) -> Object:
+        return await self.request("GET", path(kind, namespace, name))
+
+    async def create(self, manifest: Object) -> Object:
+        """POST; a misspelt field is an error, not a warning."""
+        return await self.request(
+            "POST",
+            path(manifest["kind"], manifest["metadata"]["namespace"]),
+            body=manifest,
+            params={"fieldValidation": "Strict", "fieldManager": MANAGER},
+        )
+
+    async def apply(self, manifest: Object) -> Object:
+        """Server-side apply, forced. The manifest must carry metadata.uid, so that it never lands on a stranger."""
+        meta = manifest["metadata"]
+        return await self.request(
+            "PATCH",
+            path(manifest["kind"], meta["namespace"], meta["name"]),
+            body=manifest,
+            params={"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"},
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> Object:
+        """DELETE this very object (uid), its dependents by the garbage collector."""
+        return await self.request(
+            "DELETE",
+            path(kind, namespace, name),
+            body={
+                "kind": "DeleteOptions",
+                "apiVersion": "v1",
+                "preconditions": {"uid": uid},
+                "propagationPolicy": "Background",
+            },
+        )
+
+    async def put_status(self, obj: Object) -> Object:
+        """Replace the status of a custom resource; its resourceVersion is the precondition (409 otherwise)."""
+        meta = obj["metadata"]
+        return await self.request("PUT", f"{path(KIND, meta['namespace'], meta['name'])}/status", body=obj)
+
+
+def path(kind: str, namespace: str = "", name: str = "") -> str:
+    """URL path of a kind, a namespace's objects of it, or one object."""
+    version, plural = RESOURCES[kind]
+    parts = ["/api" if version == "v1" else "/apis", version]
+    if namespace:
+        parts += ["namespaces", namespace]
+    return "/".join([*parts, plural, *([name] if name else [])])
+
+
+def _error(response: aiohttp.ClientResponse, payload: bytes) -> ApiError:
+    try:
+        status = json.loads(payload)
+        reason, message = status.get("reason", ""), status.get("message", "")
+    except (ValueError, AttributeError):
+        reason, message = response.reason or "", payload.decode(errors="replace")[:500]
+    retry_after = response.headers.get("Retry-After", "")
+    return ApiError(response.status, reason, message, float(retry_after) if retry_after.isdigit() else None)
+
+
+def _credentials() -> kopf.ConnectionInfo:
+    """Read the credentials anew: in a pod that is one small file, and its token rotates hourly."""
+    settings = kopf.OperatorSettings()
+    found = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    if not found:
+        raise SystemExit("no credentials: run inside a pod with a service account, or set KUBECONFIG")
+    return found

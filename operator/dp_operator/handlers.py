@@ -1,0 +1,53 @@
+"""kopf's side: every watched kind has one three-line handler that passes the event on and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+
+from dp_operator.api import KIND
+from dp_operator.cache import WATCHED
+from dp_operator.client import RESOURCES
+from dp_operator.naming import LABEL_MANAGED_BY, MANAGER
+
+Seen = Callable[[str, dict[str, Any]], None]
+
+
+def registry(seen: Seen, relisted: Callable[[], None]) -> kopf.OperatorRegistry:
+    """Handlers for the custom resource and for every kind of object made for it."""
+    handlers = kopf.OperatorRegistry()
+    for kind in (KIND, *WATCHED):
+        _watch(handlers, kind, seen, relisted)
+
+    @kopf.on.login(registry=handlers)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    return handlers
+
+
+def _watch(handlers: kopf.OperatorRegistry, kind: str, seen: Seen, relisted: Callable[[], None]) -> None:
+    version, plural = RESOURCES[kind]
+    labels = None if kind == KIND else {LABEL_MANAGED_BY: MANAGER}
+
+    # async, so that it runs in the event loop: cache and queue belong to it.
+    @kopf.on.event(version, plural, registry=handlers, labels=labels, id=f"see-{plural}")
+    async def see(event: dict[str, Any], **_: Any) -> None:
+        if event["type"] is None:
+            relisted()
+        seen(kind, event)
+
+
+def settings() -> kopf.OperatorSettings:
+    """Kopf as a harness only: no peering, no posting of its own, no scanning for new kinds."""
+    chosen = kopf.OperatorSettings()
+    chosen.peering.standalone = True
+    chosen.scanning.disabled = True
+    chosen.posting.enabled = False
+    chosen.process.ultimate_exiting_timeout = 25
+    for kind in WATCHED:
+        version, plural = RESOURCES[kind]
+        chosen.watching.label_selectors[version, plural] = f"{LABEL_MANAGED_BY}={MANAGER}"
+    return chosen

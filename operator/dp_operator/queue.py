@@ -1,0 +1,103 @@
+"""A work queue of keys: each key is handled by one worker at a time, and many reasons make one visit.
+
+The semantics are those of client-go's work queue. A key added while it is being handled is handled once more
+afterwards. A delayed key that is added for earlier is taken earlier. Failures back off exponentially per key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_RETRY_S = 0.25
+LONGEST_RETRY_S = 60.0
+
+
+class Queue(Generic[K]):
+    """Deduplicating, delaying queue for one event loop."""
+
+    def __init__(self) -> None:
+        self._ready: OrderedDict[K, float] = OrderedDict()  # key -> loop time it was added
+        self._active: set[K] = set()
+        self._again: set[K] = set()
+        self._due: dict[K, float] = {}  # key -> loop time
+        self._heap: list[tuple[float, int, K]] = []
+        self._count = 0
+        self._failures: dict[K, int] = {}
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def oldest_age_s(self) -> float:
+        """How long the first ready key has waited."""
+        if not self._ready:
+            return 0.0
+        return asyncio.get_running_loop().time() - next(iter(self._ready.values()))
+
+    def add(self, key: K) -> None:
+        """Handle the key as soon as a worker is free."""
+        self._due.pop(key, None)
+        if key in self._active:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._ready[key] = asyncio.get_running_loop().time()
+            self._wake.set()
+
+    def add_after(self, key: K, delay_s: float) -> None:
+        """Handle the key after delay_s, or earlier if it is already due earlier."""
+        if delay_s <= 0:
+            self.add(key)
+            return
+        due = asyncio.get_running_loop().time() + delay_s
+        if key in self._ready or self._due.get(key, float("inf")) <= due:
+            return
+        self._due[key] = due
+        self._count += 1
+        heapq.heappush(self._heap, (due, self._count, key))
+        self._wake.set()
+
+    def retry(self, key: K, *, at_least_s: float = 0.0) -> float:
+        """Handle a failed key again after its back-off; returns the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay: float = max(at_least_s, min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**failures))
+        self.add_after(key, delay)
+        return delay
+
+    def forget(self, key: K) -> None:
+        """The key was handled well: its next failure starts from the first back-off."""
+        self._failures.pop(key, None)
+
+    def done(self, key: K) -> None:
+        """The worker has finished with the key."""
+        self._active.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    async def get(self) -> K:
+        """Wait for the next key; the caller must call done() with it."""
+        while True:
+            now = asyncio.get_running_loop().time()
+            while self._heap and self._heap[0][0] <= now:
+                due, _, key = heapq.heappop(self._heap)
+                if self._due.get(key) == due:  # otherwise it was moved or added meanwhile
+                    self.add(key)
+            if self._ready:
+                key, _ = self._ready.popitem(last=False)
+                self._active.add(key)
+                return key
+            self._wake.clear()
+            timeout = self._heap[0][0] - now if self._heap else None
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,325 @@
+"""Observe, plan, apply: the only place that writes.
+
+One call of `reconcile` handles one custom resource: the cache is turned into a picture, `plan` decides, the status
+(with the ledger) is written first, then the steps in order. It is called again whenever something changed, and it may
+be called at any time for no reason: an unchanged resource costs no API call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from dp_operator import api, naming, rules
+from dp_operator.cache import WATCHED, Cache, Key
+from dp_operator.client import ApiError, Client
+from dp_operator.metrics import RECONCILES
+from dp_operator.monitors import Monitors
+from dp_operator.observe import Picture, observe
+from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, plan
+from dp_operator.queue import Queue
+from dp_operator.render import Settings
+
+log = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
+STRANGER_RECHECK_S = 30.0
+RESYNC_S = 300.0
+# The first lists are made before the watches begin; what was deleted in between is found by this one.
+FIRST_RESYNC_S = 10.0
+SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
+
+
+class Reconciler:
+    """Cache, queue and monitors of one operator process, and the work on them."""
+
+    def __init__(self, client: Client, settings: Settings, *, namespaces: list[str]) -> None:
+        self.cache = Cache()
+        self.queue: Queue[Key] = Queue()
+        self._client = client
+        self._settings = settings
+        self._namespaces = namespaces or [""]
+        self._monitors = Monitors(self.queue.add)
+        self._status_written: dict[str, float] = {}  # uid -> monotonic time
+        self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
+        self._refused: dict[str, str] = {}  # incarnation -> why
+        self._applied: dict[tuple[str, str], str] = {}  # (uid, kind/name) -> resourceVersion after our last apply
+        self._followed: dict[Key, str] = {}
+        self._relisted = asyncio.Event()
+
+    def seen(self, kind: str, event: dict[str, Any]) -> None:
+        """Take in one watch event."""
+        obj = event["object"]
+        key = self.cache.remove(kind, obj) if event["type"] == "DELETED" else self.cache.put(kind, obj)
+        if key:
+            self.queue.add(key)
+
+    def relisted(self) -> None:
+        """Note that a watch began anew: what vanished meanwhile is not told, so compare soon."""
+        self._relisted.set()
+
+    async def resync(self) -> None:
+        """LIST everything and compare."""
+        for kind in (api.KIND, *WATCHED):
+            known = self.cache.uids(kind)
+            found: list[dict[str, Any]] = []
+            for namespace in self._namespaces:
+                selector = "" if kind == api.KIND else SELECTOR
+                found += await self._client.list(kind, selector=selector, namespace=namespace)
+            for key in self.cache.replace(kind, found, known_before=known):
+                self.queue.add(key)
+
+    async def keep_true(self) -> None:
+        """Resync for ever: soon after the start and after every broken watch, rarely otherwise."""
+        delay = FIRST_RESYNC_S
+        while True:
+            try:
+                async with asyncio.timeout(delay):
+                    await self._relisted.wait()
+                    await asyncio.sleep(2)  # several watches break together
+            except TimeoutError:
+                pass
+            self._relisted.clear()
+            try:
+                await self.resync()
+                delay = RESYNC_S + secrets.randbelow(60)
+            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+                log.warning("resync failed, trying again: %s", error)
+                delay = FIRST_RESYNC_S
+
+    async def work(self) -> None:
+        """Handle keys for ever."""
+        while True:
+            key = await self.queue.get()
+            try:
+                await self.reconcile(key)
+                self.queue.forget(key)
+                RECONCILES.labels(result="success").inc()
+            except ApiError as error:
+                delay = self.queue.retry(key, at_least_s=error.retry_after_s or 0.0)
+                RECONCILES.labels(result="error").inc()
+                log.warning("%s/%s: %s; next try in %.1f s", *key, error, delay)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                delay = self.queue.retry(key)
+                RECONCILES.labels(result="error").inc()
+                log.warning("%s/%s: API server: %r; next try in %.1f s", *key, error, delay)
+            except Exception:
+                # A bug met by one object must not stop the others; the traceback is the report.
+                delay = self.queue.retry(key)
+                RECONCILES.labels(result="bug").inc()
+                log.exception("%s/%s: cannot be planned; next try in %.1f s", *key, delay)
+            finally:
+                self.queue.done(key)
+
+    def close(self) -> None:
+        self._monitors.close()
+
+    async def reconcile(self, key: Key) -> None:
+        """Bring one custom resource a step further."""
+        raw = self.cache.custom_resource(key)
+        followed = self._followed.get(key)
+        if followed and (raw is None or raw["metadata"]["uid"] != followed):
+            self._forget(key, followed)
+        if raw is None or raw["metadata"].get("deletionTimestamp"):
+            # Owner references do the cleaning up.
+            self._monitors.follow(key, {})
+            return
+        uid = raw["metadata"]["uid"]
+        self._followed[key] = uid
+        cr = api.decode(raw)
+        picture = observe(
+            uid,
+            self.cache.owned(uid),
+            self._monitors.snapshots,
+            strangers=dict(self._strangers.get(uid, {})),
+            refused=self._refused,
+        )
+        now = time.time()
+        decided = plan(
+            Situation(
+                cr=cr,
+                picture=picture,
+                settings=self._settings,
+                now=now,
+                token=secrets.token_bytes(16),
+                errors=rules.refusals(name=cr.metadata.name, spec=cr.spec),
+                monitor_errors=self._monitors.errors,
+            )
+        )
+        self._follow(key, cr, picture)
+        if decided.status != cr.status and not await self._write_status(key, raw, decided):
+            return
+        acted = await self._act(uid, decided)
+        for event in decided.events:
+            await self._post(raw, event)
+        if acted:
+            self.queue.add(key)
+        elif decided.look_again_at is not None:
+            # Deadlines are whole seconds; a moment later they have surely passed.
+            self.queue.add_after(key, decided.look_again_at - now + 0.05)
+
+    def _forget(self, key: Key, uid: str) -> None:
+        self._followed.pop(key, None)
+        self._monitors.follow(key, {})
+        self._status_written.pop(uid, None)
+        self._strangers.pop(uid, None)
+        self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
+
+    def _follow(self, key: Key, cr: api.DataParallelDeployment, picture: Picture) -> None:
+        wanted: dict[str, str] = {}
+        for entry in cr.status.groups:
+            objects = picture.incarnations.get(entry.incarnation)
+            head = objects.head if objects else None
+            if entry.state in ("Starting", "Serving") and head and head.status.pod_ip:
+                wanted[entry.incarnation] = head.status.pod_ip
+        self._monitors.follow(key, wanted)
+
+    async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
+        """Write the status unless one was written within the last second. False: the key comes again."""
+        uid = raw["metadata"]["uid"]
+        since = time.monotonic() - self._status_written.get(uid, float("-inf"))
+        if since < STATUS_INTERVAL_S:
+            self.queue.add_after(key, STATUS_INTERVAL_S - since)
+            return False
+        try:
+            updated = await self._client.put_status(raw | {"status": msgspec.to_builtins(decided.status)})
+        except ApiError as error:
+            if error.status == 404:
+                return False  # its DELETED event is on the way
+            if error.status != 409:
+                raise
+            self.cache.put(api.KIND, await self._client.get(api.KIND, *key))
+            self.queue.add(key)
+            return False
+        self._status_written[uid] = time.monotonic()
+        self.cache.put(api.KIND, updated)
+        return True
+
+    async def _act(self, uid: str, decided: Plan) -> bool:
+        """Carry out the steps in order. True if anything was done."""
+        acted = False
+        for step in decided.steps:
+            results = await asyncio.gather(*(self._do(uid, action) for action in step), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            acted = acted or any(results)
+        return acted
+
+    async def _do(self, uid: str, action: Action) -> bool:
+        match action:
+            case Create(manifest):
+                return await self._create(uid, manifest)
+            case Apply(manifest):
+                return await self._apply(uid, manifest)
+            case Delete(kind, name, object_uid):
+                return await self._delete(uid, kind, name, object_uid)
+
+    async def _create(self, uid: str, manifest: dict[str, Any]) -> bool:
+        kind, meta = manifest["kind"], manifest["metadata"]
+        try:
+            self.cache.put(kind, await self._client.create(manifest))
+        except ApiError as error:
+            if error.status == 409 and error.reason == "AlreadyExists":
+                await self._meet(uid, kind, meta["namespace"], meta["name"])
+                return True
+            if error.status not in (400, 422):
+                raise
+            incarnation = meta["labels"].get(naming.LABEL_INCARNATION)
+            log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
+            if incarnation:
+                self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
+            else:
+                self._strange(uid, kind, meta["name"], f"the API server refuses it: {error.message}")
+        return True
+
+    async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> None:
+        """Look at an object that is in the way: ours and not heard of yet, or a stranger's."""
+        existing = await self._client.get(kind, namespace, name)
+        labels = existing["metadata"].get("labels") or {}
+        owners = {owner["uid"] for owner in existing["metadata"].get("ownerReferences") or []}
+        if labels.get(naming.LABEL_UID) == uid and uid in owners:
+            self.cache.put(kind, existing)
+            return
+        self._strange(uid, kind, name, "an object of this name exists that is not ours; rename or delete one of them")
+
+    def _strange(self, uid: str, kind: str, name: str, why: str) -> None:
+        known = self._strangers.setdefault(uid, {})
+        known[kind, name] = why
+
+        def look_again() -> None:
+            known.pop((kind, name), None)
+            for key, followed in self._followed.items():
+                if followed == uid:
+                    self.queue.add(key)
+
+        asyncio.get_running_loop().call_later(STRANGER_RECHECK_S, look_again)
+
+    async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
+        kind, meta = manifest["kind"], manifest["metadata"]
+        place = (uid, f"{kind}/{meta['name']}")
+        existing = next(
+            (o for k, o in self.cache.owned(uid) if k == kind and o["metadata"]["name"] == meta["name"]), None
+        )
+        if existing and self._applied.get(place) == existing["metadata"]["resourceVersion"]:
+            # We applied exactly this and the server spells it differently: nothing is left to repair.
+            return False
+        applied = await self._client.apply(manifest)
+        self._applied[place] = applied["metadata"]["resourceVersion"]
+        self.cache.put(kind, applied)
+        return True
+
+    async def _delete(self, uid: str, kind: str, name: str, object_uid: str) -> bool:
+        found = next(((k, o) for k, o in self.cache.owned(uid) if o["metadata"]["uid"] == object_uid), None)
+        if found is None:
+            return False
+        namespace = found[1]["metadata"]["namespace"]
+        try:
+            answer = await self._client.delete(kind, namespace, name, object_uid)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            # Gone already, or another object has the name by now: either way this one is no more.
+            self.cache.remove(kind, found[1])
+            return True
+        if answer.get("kind") == kind and answer["metadata"].get("deletionTimestamp"):
+            self.cache.put(kind, answer)
+        else:
+            self.cache.remove(kind, found[1])
+        return True
+
+    async def _post(self, raw: dict[str, Any], event: Event) -> None:
+        """Post an Event; losing one is no reason to stop."""
+        meta = raw["metadata"]
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        body = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": f"{meta['name']}.{secrets.token_hex(8)}", "namespace": meta["namespace"]},
+            "eventTime": at,
+            "reportingController": f"{api.GROUP}/{naming.MANAGER}",
+            "reportingInstance": os.environ.get("POD_NAME", naming.MANAGER),
+            "action": "Reconcile",
+            "type": event.type,
+            "reason": event.reason,
+            "note": event.note[:1024],
+            "regarding": {
+                "apiVersion": api.API_VERSION,
+                "kind": api.KIND,
+                "name": meta["name"],
+                "namespace": meta["namespace"],
+                "uid": meta["uid"],
+            },
+        }
+        try:
+            await self._client.create(body)
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
