@@ -45,8 +45,8 @@ class ApiServer:
         api_client = config.new_client_from_config(kubeconfig)
         self._host = api_client.configuration.host
         self._headers = {"Accept": "application/json"}
-        if token := api_client.configuration.get_api_key_with_prefix("authorization"):
-            self._headers["Authorization"] = token
+        for setting in api_client.configuration.auth_settings().values():
+            self._headers[setting["key"]] = setting["value"]
         self._pool = api_client.rest_client.pool_manager
 
     def call(self, method: str, path: str, body: object = None, *, content_type: str = "application/json") -> Any:
