@@ -10,7 +10,6 @@ from pathlib import Path
 
 from . import (
     api,
-    binaries,
     certificates,
     containers,
     control_plane,
@@ -20,6 +19,7 @@ from . import (
     packages,
     pause,
     processes,
+    programs,
 )
 from .addresses import NODES
 from .commands import Words
@@ -58,7 +58,7 @@ class Bed:
         """Start whatever does not run, and return when all nodes are Ready."""
         check_length()
         packages.ensure()
-        paths = binaries.ensure()
+        paths = programs.ensure()
         with alone():
             if leftovers.settle() is not Verdict.OURS:
                 network.check_free()
@@ -67,7 +67,7 @@ class Bed:
     def _start(self, paths: Mapping[str, Path]) -> None:
         for directory in (STATE, LOGS):
             directory.mkdir(parents=True, exist_ok=True)
-        binaries.link_clients(paths)
+        programs.link_clients(paths)
         with step("network and certificates"):
             network.ensure()
             certificates.ensure()
@@ -132,7 +132,7 @@ class Bed:
 
     def start_node(self, name: str) -> None:
         """Start a stopped node and wait until it is Ready."""
-        paths = binaries.ensure()
+        paths = programs.ensure()
         network.set_port(_own(name), up=True)
         began = datetime.now(UTC)
         with alone():
@@ -151,7 +151,7 @@ class Bed:
         if process not in self.status():
             raise BedError(f"No process {process!r}. There are: {', '.join(self.status())}")
         with alone():
-            self._start(binaries.ensure())
+            self._start(programs.ensure())
 
     def images_on(self, name: str) -> dict[str, str]:
         """References of the node's images and the digests they stand for."""

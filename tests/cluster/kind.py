@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import binaries
+from . import programs
 from .bed import Bed
 from .commands import Words, attempt, run
 from .console import say, step
@@ -68,9 +68,9 @@ class KindCluster:
             run(["kind", "export", "kubeconfig", "--name", NAME, "--kubeconfig", KUBECONFIG], env=self._env)
 
     def _link_clients(self) -> None:
-        on_path = {name: Path(path) for name in binaries.CLIENTS if (path := shutil.which(name))}
-        lacking = [name for name in binaries.CLIENTS if name not in on_path]
-        binaries.link_clients({**on_path, **(binaries.ensure(lacking) if lacking else {})})
+        on_path = {name: Path(path) for name in programs.CLIENTS if (path := shutil.which(name))}
+        lacking = [name for name in programs.CLIENTS if name not in on_path]
+        programs.link_clients({**on_path, **(programs.ensure(lacking) if lacking else {})})
 
     def down(self, *, any_checkout: bool = False) -> None:
         """Delete the cluster."""
