@@ -57,7 +57,8 @@ async def run() -> int:
         tasks.append(asyncio.create_task(_watch(reconciler, namespaces, stop, ready), name="kopf"))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        failed = [] if stop.is_set() else [task for task in done if task is not stopping]
+        # kopf takes the signals over and ends by itself then; any other end is an error.
+        failed = [t for t in done if t is not stopping and (t.get_name() != "kopf" or t.exception())]
         for task in failed:
             log.error("%s ended: %r", task.get_name(), None if task.cancelled() else task.exception())
         stop.set()

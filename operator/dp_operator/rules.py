@@ -9,6 +9,7 @@ and a false refusal leaves no way around it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -109,22 +110,16 @@ def _forms(owned: Owned) -> tuple[list[str], list[str], list[str]]:
     return exact, prefixes, digits
 
 
-def owned_flag(arg: str) -> Owned | None:
-    """Find the owner of the flag that vLLM's parser would see in one argument, or None for a value or a free flag."""
-    key = arg.split("=", 1)[0].replace("_", "-")
-    for owned in OWNED_FLAGS:
-        exact, prefixes, digits = _forms(owned)
-        if key in exact or key.startswith(tuple(prefixes)):
-            return owned
-        if any(re.fullmatch(f"{flag}[0-9]+", key) for flag in digits):
-            return owned
-    return None
+@functools.cache
+def _spelt(owned: Owned) -> re.Pattern[str]:
+    exact, prefixes, digits = ([re.escape(form) for form in kind] for kind in _forms(owned))
+    kinds = [*exact, *(f"{flag}.*" for flag in prefixes), *(f"{flag}[0-9]+" for flag in digits)]
+    return re.compile("|".join(kinds), re.DOTALL)
 
 
-def owned_env(name: str, spec: Spec) -> bool:
-    """Whether the operator sets this environment variable itself."""
-    slots = spec.devices.assignment == "Slots" and name == spec.devices.visible_devices_env_name
-    return name in OWNED_ENV_NAMES or name.startswith(OWNED_ENV_PREFIXES) or slots
+def owns(owned: Owned, arg: str) -> bool:
+    """Whether vLLM's parser would take one argument for one of these flags."""
+    return _spelt(owned).fullmatch(arg.split("=", 1)[0].replace("_", "-")) is not None
 
 
 def _strings(values: tuple[str, ...] | list[str]) -> str:
@@ -140,7 +135,7 @@ def _flag_rule(owned: Owned) -> Rule:
     return Rule(
         field=".engine.args",
         cel=f"self.engine.args.map(a, a.split('=', 2)[0].replace('_', '-')).all(k, !({' || '.join(hits)}))",
-        broken=lambda spec: any(owned_flag(arg) is owned for arg in spec.engine.args),
+        broken=lambda spec: any(owns(owned, arg) for arg in spec.engine.args),
         message=f"a flag the operator owns ({', '.join(names)}, or a short form of it): {owned.instead}",
     )
 

@@ -15,8 +15,10 @@ from dp_operator.api import Stages
 from dp_operator.observe import IncarnationObjects, Pod, seconds
 
 _STEPS_S = (5, 10, 20, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-_NAMED_RANKS = 6
+_NAMED_PODS = 4
 _MONITOR_PATIENCE_S = 5
+# The kubelet alternates between the two, which is no change worth a write.
+_PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff")
 _HARMLESS_WAITS = ("ContainerCreating", "PodInitializing", "")
 
 
@@ -102,16 +104,12 @@ def _before_release(
     arrived = snapshot.stages.arrived if snapshot else ""
     here = parse_ranks(arrived) if "…" not in arrived else set()
     head_absent = snapshot is None or plan.head_pod in snapshot.missing_pods
-    reasons = [
-        _named(name, first, plan, pods.get(name))
+    absent = [
+        (name, first)
         for name, first in objects.first_ranks.items()
         if (head_absent if name == plan.head_pod else first not in here)
     ]
-    # What is stuck says more than what merely has not come yet.
-    reasons.sort(key=lambda item: item[0])
-    shown = [text for _, text in reasons[:_NAMED_RANKS]]
-    more = len(reasons) - len(shown)
-    words = "; ".join(shown) + (f"; and {more} more pods" if more > 0 else "")
+    words = _by_reason(absent, plan, pods)
     text = f"{count_ranks(arrived)} of {plan.size} ranks arrived"
     if words:
         text += f"; waiting for {words}"
@@ -126,17 +124,27 @@ def _before_release(
     return text[:1024], look_again_at
 
 
-def _named(name: str, first: int, plan: LaunchPlan, pod: Pod | None) -> tuple[int, str]:
-    count = plan.head_ranks if name == plan.head_pod else plan.size_local
-    if not count:
-        ranks = "the head"
-    elif count > 1:
-        ranks = f"ranks {first}-{first + count - 1}"
-    else:
-        ranks = f"rank {first}"
-    urgency, why = pod_reason(pod)
-    where = f" on {pod.spec.node_name}" if pod and pod.spec.node_name else ""
-    return urgency, f"{ranks} (pod {name}{where}, {why})"
+def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:
+    """Pods that share a reason are named together; what is stuck comes before what has merely not come yet."""
+    reasons: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    for name, first in absent:
+        reasons.setdefault(pod_reason(pods.get(name)), []).append((name, first))
+    parts = []
+    for (_, why), members in sorted(reasons.items(), key=lambda item: (item[0][0], item[1][0][1])):
+        ranks = [
+            rank
+            for name, first in members
+            for rank in range(first, first + (plan.head_ranks if name == plan.head_pod else plan.size_local))
+        ]
+        who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}" if ranks else "the head"
+        named = [_pod_words(name, pods.get(name)) for name, _ in members[:_NAMED_PODS]]
+        more = f", and {len(members) - len(named)} more" if len(members) > len(named) else ""
+        parts.append(f"{who} (pod{'s' if len(members) > 1 else ''} {', '.join(named)}{more}): {why}")
+    return "; ".join(parts)
+
+
+def _pod_words(name: str, pod: Pod | None) -> str:
+    return f"{name} on {pod.spec.node_name}" if pod and pod.spec.node_name else name
 
 
 def pod_reason(pod: Pod | None) -> tuple[int, str]:
@@ -156,6 +164,8 @@ def pod_reason(pod: Pod | None) -> tuple[int, str]:
         if ended and status.name == "engine":
             return 0, f"engine ended with exit code {ended.exit_code}: {_short(ended.message or ended.reason)}"
         held = status.state.waiting
+        if held and held.reason in _PULL_FAILURES:
+            return 0, f"ImagePullBackOff: {status.image}: {_short(held.message.rpartition(': ')[2])}"
         if held and held.reason not in _HARMLESS_WAITS:
             return 0, f"{held.reason}: {_short(held.message)}" if held.message else held.reason
     engine = pod.engine
@@ -188,14 +198,12 @@ def _missing_ranks(
             if not absent:
                 continue
             words = f"{'rank' if len(absent) == 1 else 'ranks'} {format_ranks(absent)}"
-        if len(parts) == _NAMED_RANKS:
+        if len(parts) == _NAMED_PODS:
             more += 1
             continue
-        pod = pods.get(name)
-        where = f" on {pod.spec.node_name}" if pod and pod.spec.node_name else ""
-        urgency, why = pod_reason(pod)
+        urgency, why = pod_reason(pods.get(name))
         trouble = f", {why}" if urgency == 0 else ""
-        parts.append(f"{words} (pod {name}{where}{trouble})")
+        parts.append(f"{words} (pod {_pod_words(name, pods.get(name))}{trouble})")
     if more:
         parts.append(f"and the ranks of {more} more pods")
     return ", ".join(parts)
