@@ -193,7 +193,7 @@ def resume(state: Handshake, stages: bytes, init: bytes | None, *, now: float) -
     for rank in range(state.head_ranks, state.size):
         if state.stages[rank] == Stage.ASKED:
             text = "the relay restarted while this rank's HELLO was on its way to the head; it will get no answer"
-            effects.append(_lose(state, rank, text, now=now))
+            effects += _lose(state, rank, text, now=now)
         elif state.stages[rank] in (Stage.CONNECTED, Stage.LEAVING):
             state.stages[rank] = Stage.CONNECTED
             state.suspects[rank] = now + LOST_AFTER_RESTART_S
@@ -215,6 +215,7 @@ def step(state: Handshake, event: Event, *, now: float) -> list[Effect]:
             state.undelivered[event.rank] = event.frames
     elif isinstance(event, Delivered):
         state.stages[event.rank] = Stage.READY
+        return _find(state, event.rank)
     elif isinstance(event, Released):
         _release(state, event)
     else:
@@ -260,10 +261,10 @@ def _peer_frames(state: Handshake, event: PeerFrames, *, now: float) -> list[Eff
         return refuse("OverlappingRank", f"{peer} says it is rank {rank}, which runs in the head pod: {cause}", rank)
     owner = state.owners.get(rank)
     if owner is None or owner.address != address:
-        who = f"pod {owner.pod} at {owner.address}" if owner else "no pod yet"
+        who = f"belongs to pod {owner.pod} at {owner.address}" if owner else "no pod has checked in for"
         return refuse(
             "ForeignPeer",
-            f"{peer} says it is rank {rank}, which belongs to {who}: its start rank is wrong, it is left over from an "
+            f"{peer} says it is rank {rank}, which {who}: its start rank is wrong, it is left over from an "
             "earlier group, or the network between the pods rewrites addresses",
             rank,
         )
@@ -295,7 +296,7 @@ def _peer_frames(state: Handshake, event: PeerFrames, *, now: float) -> list[Eff
             )
         state.stages[rank] = Stage.ASKED
         return [Forward(rank, event.frames[0], "HELLO")]
-    if stage == Stage.CONNECTED or (state.adopting and stage < Stage.CONNECTED):
+    if stage == Stage.CONNECTED or (state.adopting and stage == Stage.NEW):
         state.stages[rank] = Stage.LEAVING
         state.undelivered.pop(rank, None)
         return [*_find(state, rank), Forward(rank, event.frames[0], "READY")]
@@ -320,18 +321,18 @@ def _tick(state: Handshake, event: Tick, *, now: float) -> list[Effect]:
     if not due and not state.lost:
         return effects
     missing = _missing(state, event.open)
+    unnamed = dict(missing)
     for rank in due:
         del state.suspects[rank]
         address = state.owners[rank].address if rank in state.owners else ""
-        if missing.get(address, 0) > 0 and all(entry.rank != rank for entry in state.lost):
-            missing[address] -= 1
+        if unnamed.get(address, 0) > 0:
+            unnamed[address] -= 1
             text = f"the connection of rank {rank} ended between HELLO and READY and did not come back"
-            effects.append(_lose(state, rank, text, now=now))
+            effects += _lose(state, rank, text, now=now)
     for entry in state.lost:
         owner = state.owners.get(entry.rank)
-        # An unanswered rank stays lost even when it is connected: its INIT went to the relay's earlier process.
-        back = state.stages[entry.rank] == Stage.CONNECTED and owner and owner.address in event.open
-        if back and owner and not missing.get(owner.address):
+        # A rank that waits for an answer stays lost even when it is connected: its INIT went to an earlier process.
+        if owner and state.stages[entry.rank] == Stage.CONNECTED and missing[owner.address] == 0:
             effects += _find(state, entry.rank)
     return effects
 
@@ -361,15 +362,17 @@ def _attach(state: Handshake, rank: int, connection: int | None, *, now: float) 
 
 def _disconnect(state: Handshake, rank: int, *, now: float) -> None:
     state.connection_of.pop(rank, None)
-    if state.stages[rank] < Stage.LEAVING:
+    if state.stages[rank] in (Stage.ASKED, Stage.CONNECTED):
         state.suspects[rank] = now + LOST_AFTER_S
 
 
-def _lose(state: Handshake, rank: int, text: str, *, now: float) -> Lost:
+def _lose(state: Handshake, rank: int, text: str, *, now: float) -> list[Effect]:
+    if any(entry.rank == rank for entry in state.lost):
+        return []
     pod = state.owners[rank].pod if rank in state.owners else ""
     entry = RankLost(time=now, rank=rank, pod=pod, message=text)
     state.lost = [*state.lost, entry][-MAX_LOST:]
-    return Lost(entry)
+    return [Lost(entry)]
 
 
 def _find(state: Handshake, rank: int) -> list[Effect]:

@@ -239,7 +239,10 @@ class Port:
             elif isinstance(effect, protocol.Answer):
                 self._answer(effect)
             elif isinstance(effect, protocol.Violated):
-                log.warning("%s: %s", effect.violation.kind, effect.violation.message)
+                count = effect.violation.count
+                # The first, second, fourth, eighth … time: a peer that repeats itself must not fill the log.
+                if count & (count - 1) == 0:
+                    log.warning("%s (%d times): %s", effect.violation.kind, count, effect.violation.message)
             elif isinstance(effect, protocol.Lost):
                 log.warning("rank %d (pod %s) lost: %s", effect.lost.rank, effect.lost.pod, effect.lost.message)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import signal
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 PUBLISH_S = 0.2
 TICK_S = 0.1
 HEALTH_S = 1.0
+HEALTH_SOON_S = 0.25
 LISTEN_POLL_S = 0.2
 STAGE_POLL_S = 0.5
 # After a restart: time for the engine's ROUTER to let go of the identities that the earlier process held.
@@ -150,7 +152,8 @@ class Service:
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                     log.debug("%s: %s", url, error)
                 if not self._seen.api_ready:
-                    await asyncio.sleep(HEALTH_S)
+                    # Once every remote rank is READY, the answer is a moment away.
+                    await asyncio.sleep(HEALTH_SOON_S if self._handshake.complete else HEALTH_S)
         log.info("the API answers 200")
         self._dirty = True
         if self._handshake.adopting and self._plan.load_balancing == "Internal":
@@ -311,7 +314,8 @@ class Service:
         saved = load(self._state_path, incarnation=self._plan.incarnation)
         if saved is None:
             # A rank log without the state belongs to nobody we know.
-            journal_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                journal_path.unlink(missing_ok=True)
             return
         roster, handshake, seen = self._roster, self._handshake, self._seen
         roster.arrived = {message.pod: message for message in saved.check_ins if message.pod in roster.places}
@@ -326,8 +330,8 @@ class Service:
             return
         roster.released_at = saved.released_at
         self._release()
-        if saved.listening_at is not None:
-            stages = read_journal(journal_path, size=self._plan.size)
+        stages = read_journal(journal_path, size=self._plan.size)
+        if saved.listening_at is not None or any(stages):
             protocol.resume(handshake, stages, saved.init, now=time.time())
             log.info("ranks: %s", protocol.summary(handshake))
 
