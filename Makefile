@@ -11,7 +11,7 @@ export KUBECONFIG ?= $(CURDIR)/$(CLUSTER)/kubeconfig
 KUBECTL := $(CLUSTER)/bin/kubectl
 HELM := $(CLUSTER)/bin/helm
 STAMP := $(VENV)/.requirements
-SOURCES := operator engine_image tests examples
+SOURCES := operator engine_image tests examples docs
 
 .PHONY: help
 help: ## List the commands
@@ -53,7 +53,8 @@ component: $(STAMP) ## Real sockets and processes on loopback and in own network
 .PHONY: golden
 golden: $(STAMP) ## Write the generated files anew: CRD and golden test data
 	$(BIN)/python -m dp_operator.crd crds/dataparallel.io_dataparalleldeployments.yaml charts/dp-operator/files/dataparallel.io_dataparalleldeployments.yaml
-	$(BIN)/pytest -q tests/unit --golden
+	PYTHONPATH=operator $(BIN)/python docs/generate_api.py
+	$(BIN)/pytest -q tests/unit/operator --golden
 
 # --- Cluster -----------------------------------------------------------------------------------------------------------
 .PHONY: up

@@ -215,7 +215,7 @@ class Service(_Spec, frozen=True, kw_only=True):
 class NetworkPolicy(_Spec, frozen=True, kw_only=True):
     """Who may reach the pods. vLLM's ZeroMQ ports have no authentication."""
 
-    mode: Literal["Managed", "Off"] = "Managed"
+    mode: Literal["Managed", "Unmanaged"] = "Managed"
     api_from: Annotated[list[Opaque], Meta(max_length=16)] | None = None
     peers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=63)]], Meta(max_length=16)] = []
 

@@ -205,7 +205,8 @@ def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: 
             )
         )
     created = seconds(entry.created_at)
-    if created is None or entry.scheduled_at:
+    everyone_placed = len(objects.pods) >= len(objects.first_ranks) and all(p.spec.node_name for p in objects.pods)
+    if created is None or entry.scheduled_at or everyone_placed:
         return Verdict(None)
     deadline = created + spec.startup.schedule_timeout_seconds
     if now < deadline:

@@ -103,20 +103,29 @@ _OUTSIDE_REVISION = (
 def revision(spec: Spec) -> str:
     """Hash of the part of a spec that needs new pods, 10 hex digits.
 
-    Defaults are left out on both sides, so a newer CRD that adds a defaulted field, or an object that spells a
-    default out, has the same revision.
+    Defaults are left out, spelled out or not, so a newer CRD that adds a defaulted field, or fills defaults in, moves
+    nothing.
     """
-    content: dict[str, Any] = _without_defaults(msgspec.to_builtins(spec))
+    content = _without_defaults(spec)
     for name in _OUTSIDE_REVISION:
         content.pop(name, None)
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]
 
 
 def _without_defaults(value: Any) -> Any:
-    """Drop objects that encoding left empty: a struct of defaults is itself a default."""
-    if isinstance(value, dict):
-        kept = {k: _without_defaults(v) for k, v in value.items()}
-        return {k: v for k, v in kept.items() if v != {}}
+    """Builtins of a value, without the struct fields that equal their defaults.
+
+    msgspec's own omit_defaults compares most values by identity, so it keeps defaults that were decoded.
+    """
+    if isinstance(value, msgspec.Struct):
+        kept = {}
+        for field in msgspec.structs.fields(value):
+            item = getattr(value, field.name)
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            default = field.default_factory() if has_factory else field.default
+            if item != default:
+                kept[field.encode_name] = _without_defaults(item)
+        return kept
     if isinstance(value, list):
         return [_without_defaults(item) for item in value]
-    return value
+    return msgspec.to_builtins(value)

@@ -308,8 +308,11 @@ def _step_stopping(
 
 
 def _only_stuck(objects: IncarnationObjects, now: float, draft: _Draft) -> bool:
-    """Whether nothing is left but pods long past their deletion time, which only a returning node can confirm."""
-    if not objects.pods or objects.stateful_sets or objects.rpc_service or objects.config_map or objects.budget:
+    """Whether no pod is left but some long past their deletion time, which only a returning node can confirm.
+
+    Service and ConfigMap stay for them; once the next incarnation has its own entry they are leftovers without one.
+    """
+    if not objects.pods or objects.stateful_sets:
         return False
     limits = [(seconds(pod.metadata.deletion_timestamp) or float("inf")) + _STUCK_POD_S for pod in objects.pods]
     if now >= max(limits):

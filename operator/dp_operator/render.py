@@ -464,17 +464,17 @@ def _relay_container(inc: Incarnation) -> dict[str, Any]:
 
 def client_service(cr: DataParallelDeployment) -> Manifest:
     """What clients talk to: ready heads only. Workers have no API."""
+    engine_port = cr.spec.engine.port
     ports = [
         {
             "name": port.name or ("http" if index == 0 else f"port-{port.port}"),
             "port": port.port,
-            "targetPort": port.target_port or port.port,
+            "targetPort": port.target_port or engine_port,
             "protocol": "TCP",
             **({"appProtocol": port.app_protocol} if port.app_protocol else {}),
         }
         for index, port in enumerate(cr.spec.service.ports)
     ]
-    engine_port = cr.spec.engine.port
     default = {"name": "http", "port": engine_port, "targetPort": engine_port, "protocol": "TCP"}
     return {
         "apiVersion": "v1",
@@ -491,7 +491,7 @@ def client_service(cr: DataParallelDeployment) -> Manifest:
 def network_policy(cr: DataParallelDeployment, settings: Settings) -> Manifest | None:
     """Who may reach the pods: each other, API clients, and the operator at the monitor. None when switched off."""
     policy = cr.spec.network_policy
-    if policy.mode == "Off":
+    if policy.mode == "Unmanaged":
         return None
     mine = {naming.LABEL_UID: cr.metadata.uid}
     api: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": cr.spec.engine.port}]}

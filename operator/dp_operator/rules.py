@@ -472,7 +472,7 @@ NOT_YET = (
     _not_yet(
         field=".networkPolicy.peers",
         what="networkPolicy.peers",
-        instead="leave it out, or write mode: 'Off' (in quotes) and a policy of your own",
+        instead="leave it out, or write mode: Unmanaged and a policy of your own",
         cel="size(self.networkPolicy.peers) == 0",
         broken=lambda spec: bool(spec.network_policy.peers),
     ),
