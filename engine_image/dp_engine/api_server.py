@@ -24,7 +24,7 @@ from dp_engine.http_server import Server
 from dp_engine.metrics import SharedMetrics
 from dp_engine.modes import Launch
 from dp_engine.options import Options
-from dp_engine.processes import Child
+from dp_engine.processes import Child, Stopper
 from dp_engine.versions import wire_of
 
 ENGINE_READY_TIMEOUT_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
@@ -43,6 +43,7 @@ class ApiServer(Struct, frozen=True, kw_only=True):
     stats_address: str | None
     listener: socket.socket
     metrics: SharedMetrics
+    stopper: Stopper | None = None  # when signals were already caught before this server started
     engines: Sequence[Child] = ()
 
 
@@ -56,6 +57,8 @@ async def _run(server: ApiServer) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if server.stopper is not None and server.stopper.requested:
+        return 0
     client = _make_client(server)
     watcher = asyncio.create_task(_watch_engines(server.engines, client))
     stopping = asyncio.create_task(stop.wait())

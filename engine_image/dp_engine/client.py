@@ -199,7 +199,7 @@ class EngineClient:
                 finish = item[5] if len(item) > 5 else None
                 delta = Delta(
                     token_ids=item[1],
-                    finish=None if finish is None else FinishReason(min(finish, FinishReason.ERROR)),
+                    finish=None if finish is None else FinishReason(finish),
                     stop_reason=item[6] if len(item) > 6 else None,
                 )
                 pending.queue.put_nowait(delta)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import select
 import socket
 from collections.abc import Callable
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from dp_engine import logs, processes
 from dp_engine.coordinator_process import CoordinatorEndpoints, run_coordinator
-from dp_engine.data_sockets import DataEndpoints, bind_data_sockets
+from dp_engine.data_sockets import DataEndpoints, DataSockets, bind_data_sockets
 from dp_engine.endpoints import ipc_endpoint, tcp_endpoint
 from dp_engine.engine import EngineConfig, config_hash, run_engine
 from dp_engine.front_end import StartError, run_handshake
@@ -36,6 +38,7 @@ def serve(options: Options) -> int:
     launch = resolve(options, moe=is_moe(options))
     if launch.load_balancing != "internal":
         raise ValueError(f"{launch.load_balancing} data parallel load balancing is not available in this engine yet")
+    _raise_file_limit()
     logs.info(f"vLLM stand-in engine version {options.version}, model {options.model}")
     logs.info(
         f"Data parallel: size {launch.size}, ranks of this node {launch.start_rank}-{launch.local_ranks.stop - 1}"
@@ -45,6 +48,12 @@ def serve(options: Options) -> int:
     if launch.headless:
         return _serve_headless(options, launch)
     return _serve_head(options, launch)
+
+
+def _raise_file_limit() -> None:
+    """A head holds several connections per rank: use what the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _fork_engines(options: Options, launch: Launch, *, handshake_address: str, close: list[int]) -> list[Child]:
@@ -88,15 +97,18 @@ def _wait_for_end(children: list[Child], stopper: Stopper) -> None:
 
 
 def _bind_listener(options: Options) -> socket.socket:
-    """Bind the API port early, so that a taken port ends the start at once; listen only when ready. Raises OSError."""
+    """Bind the API port early, so that a taken port ends the start at once; listen only when ready. Raises StartError."""
     host = options.host or "0.0.0.0"
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, options.port))
+    try:
+        listener.bind((host, options.port))
+    except OSError as failure:
+        raise StartError(f"cannot bind port {options.port} of {host}: {failure.strerror}") from failure
     return listener
 
 
-def _forked_report(
+def _fork_with_report(
     name: str, run: Callable[[int], int], *, title: str, close: list[int]
 ) -> tuple[Child, Callable[[], bytes]]:
     """Fork a child that reports once through a pipe; the second item waits for that. It raises StartError."""
@@ -132,6 +144,128 @@ def _group_ports() -> list[int]:
     return ports
 
 
+class _Head(Struct, frozen=True, kw_only=True):
+    """What the parts of a head share: made in the launcher, inherited by what it forks."""
+
+    options: Options
+    launch: Launch
+    listener: socket.socket
+    metrics: SharedMetrics
+    handshake_address: str
+    coordinator: CoordinatorEndpoints | None
+    engines: list[Child]
+    children: list[Child]  # all of them, engines included
+
+
+def _serve_head(options: Options, launch: Launch) -> int:
+    children: list[Child] = []
+    try:
+        head = _start_head(options, launch, children)
+        return _serve_alone(head) if launch.api_servers == 1 else _serve_with_many(head)
+    except StartError as failure:
+        logs.error(str(failure))
+        return 1
+    finally:
+        processes.stop(children, grace_s=5)
+
+
+def _start_head(options: Options, launch: Launch, children: list[Child]) -> _Head:
+    """Start coordinator and local engines; `children` collects them, so that the caller can stop them. StartError."""
+    listener = _bind_listener(options)
+    metrics = SharedMetrics(clients=launch.api_servers, engines=launch.size)
+    close = [listener.fileno()]  # a rank that kept the API port would keep it open after the head has closed it
+    coordinator_report = None
+    if launch.size > 1:
+        family = wire_of(options.version)
+        child, coordinator_report = _fork_with_report(
+            "DPCoordinator", lambda fd: run_coordinator(launch, family, fd), title="VLLM::DPCoord", close=close
+        )
+        children.append(child)
+    handshake_address = ipc_endpoint() if launch.all_local else tcp_endpoint(launch.address, launch.rpc_port)
+    engines = _fork_engines(options, launch, handshake_address=handshake_address, close=close)
+    children += engines
+    coordinator = None
+    if coordinator_report is not None:
+        coordinator = msgspec.json.decode(coordinator_report(), type=CoordinatorEndpoints)
+    return _Head(
+        options=options,
+        launch=launch,
+        listener=listener,
+        metrics=metrics,
+        handshake_address=handshake_address,
+        coordinator=coordinator,
+        engines=engines,
+        children=children,
+    )
+
+
+def _serve_alone(head: _Head) -> int:
+    """One API server: handshake and HTTP in this process. Status 0 even when an engine dies later."""
+    stopper = Stopper()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = _bind_data_sockets(context, head.launch)
+    if not _shake_hands(head, [sockets.endpoints], context, stopper):
+        return 0
+    return _run_api_server(head, 0, sockets, stopper=stopper, engines=head.engines)
+
+
+def _serve_with_many(head: _Head) -> int:
+    """Several API servers, each a child; this process shakes hands and watches. Status 1 when any part dies."""
+    front_ends: list[Child] = []
+    reports: list[Callable[[], bytes]] = []
+    for index in range(head.launch.api_servers):
+
+        def run(report_fd: int, index: int = index) -> int:
+            sockets = _bind_data_sockets(zmq.Context(), head.launch)
+            os.write(report_fd, msgspec.json.encode(sockets.endpoints))
+            os.close(report_fd)
+            return _run_api_server(head, index, sockets, stopper=None, engines=[])
+
+        child, report = _fork_with_report(f"ApiServer_{index}", run, title=f"VLLM::API_{index}", close=[])
+        front_ends.append(child)
+        reports.append(report)
+        head.children.append(child)
+    head.listener.close()  # the port closes when the last API server has gone
+    stopper = Stopper()
+    endpoints = [msgspec.json.decode(report(), type=DataEndpoints) for report in reports]
+    if not _shake_hands(head, endpoints, zmq.Context(), stopper):
+        return 0
+    _wait_for_end(head.children, stopper)
+    if not stopper.requested:
+        raise StartError(f"Process(es) ended unexpectedly: {processes.finished(head.children)}")
+    # Front ends drain first; only then may engines and coordinator go.
+    processes.stop(front_ends, grace_s=head.options.shutdown_timeout_s + 5)
+    return 0
+
+
+def _bind_data_sockets(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> DataSockets:
+    try:
+        return bind_data_sockets(context, launch)
+    except zmq.ZMQError as failure:
+        raise StartError(f"cannot bind data sockets at {launch.address}: {failure.strerror}") from failure
+
+
+def _shake_hands(
+    head: _Head, endpoints: list[DataEndpoints], context: zmq.Context[zmq.Socket[bytes]], stopper: Stopper
+) -> bool:
+    """False when told to stop first. Raises StartError."""
+    launch = head.launch
+    machine = FrontEndHandshake(
+        expected=[Expected(rank=rank, local=rank < launch.size_local) for rank in range(launch.size)],
+        init=_init_message(launch, endpoints, head.coordinator),
+        remote_headless=launch.load_balancing == "internal",
+        config_hash=config_hash(head.options, launch) if launch.coordinated else None,
+    )
+    return run_handshake(
+        machine,
+        context=context,
+        address=head.handshake_address,
+        children=head.children,
+        stopper=stopper,
+        fault_list=head.options.faults,
+    )
+
+
 def _init_message(launch: Launch, data: list[DataEndpoints], coordinator: CoordinatorEndpoints | None) -> Init:
     addresses = Addresses(
         inputs=[endpoints.inputs for endpoints in data],
@@ -153,106 +287,20 @@ def _init_message(launch: Launch, data: list[DataEndpoints], coordinator: Coordi
     return Init(addresses=addresses, parallel_config=parallel_config)
 
 
-def _serve_head(options: Options, launch: Launch) -> int:
-    children: list[Child] = []
-    try:
-        return _start_head(options, launch, children)
-    except StartError as failure:
-        logs.error(str(failure))
-        return 1
-    except OSError as failure:
-        logs.error(f"cannot bind port {options.port}: {failure.strerror}")
-        return 1
-    finally:
-        processes.stop(children, grace_s=5)
-
-
-def _start_head(options: Options, launch: Launch, children: list[Child]) -> int:
-    """Start all parts; `children` collects them, so that the caller can stop them whatever happens."""
-    listener = _bind_listener(options)
-    metrics = SharedMetrics(clients=launch.api_servers, engines=launch.size)
-    close = [listener.fileno()]
-    reports = {}
-    if launch.size > 1:
-        family = wire_of(options.version)
-        child, reports["coordinator"] = _forked_report(
-            "DPCoordinator", lambda fd: run_coordinator(launch, family, fd), title="VLLM::DPCoord", close=close
-        )
-        children.append(child)
-    handshake_address = ipc_endpoint() if launch.all_local else tcp_endpoint(launch.address, launch.rpc_port)
-    engines = _fork_engines(options, launch, handshake_address=handshake_address, close=close)
-    children += engines
-    coordinator = None
-    if launch.size > 1:
-        coordinator = msgspec.json.decode(reports["coordinator"](), type=CoordinatorEndpoints)
-    stats = coordinator.stats if coordinator else None
-
-    def machine(data: list[DataEndpoints]) -> FrontEndHandshake:
-        return FrontEndHandshake(
-            expected=[Expected(rank=rank, local=rank < launch.size_local) for rank in range(launch.size)],
-            init=_init_message(launch, data, coordinator),
-            remote_headless=launch.load_balancing == "internal",
-            config_hash=config_hash(options, launch) if launch.coordinated else None,
-        )
-
-    def api_server(index: int, report_fd: int | None, context: zmq.Context[zmq.Socket[bytes]]) -> int:
-        sockets = bind_data_sockets(context, launch)
-        if report_fd is not None:
-            os.write(report_fd, msgspec.json.encode(sockets.endpoints))
-            os.close(report_fd)
-        elif not run_handshake(
-            machine([sockets.endpoints]),
-            context=context,
-            address=handshake_address,
-            children=children,
-            stopper=stopper,
-            fault_list=options.faults,
-        ):
-            return 0
-        # Only API servers load the HTTP stack: launchers and ranks stay small.
-        module = importlib.import_module("dp_engine.api_server")
-        server = module.ApiServer(
-            index=index,
-            launch=launch,
-            options=options,
-            sockets=sockets,
-            stats_address=stats,
-            listener=listener,
-            metrics=metrics,
-            engines=engines if report_fd is None else (),
-        )
-        return int(module.run_api_server(server))
-
-    if launch.api_servers == 1:
-        stopper = Stopper()
-        return api_server(0, None, zmq.Context())
-    front_ends = []
-    for index in range(launch.api_servers):
-        child, report = _forked_report(
-            f"ApiServer_{index}",
-            lambda fd, i=index: api_server(i, fd, zmq.Context()),  # type: ignore[misc]
-            title=f"VLLM::API_{index}",
-            close=[],
-        )
-        children.append(child)
-        front_ends.append((child, report))
-    # The launcher must not keep the port: it closes when the last API server does.
-    listener.close()
-    stopper = Stopper()
-    data = [msgspec.json.decode(report(), type=DataEndpoints) for _, report in front_ends]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    if not run_handshake(
-        machine(data),
-        context=context,
-        address=handshake_address,
-        children=children,
+def _run_api_server(
+    head: _Head, index: int, sockets: DataSockets, *, stopper: Stopper | None, engines: list[Child]
+) -> int:
+    # Only API servers load the HTTP stack: launchers and ranks stay small.
+    module = importlib.import_module("dp_engine.api_server")
+    server = module.ApiServer(
+        index=index,
+        launch=head.launch,
+        options=head.options,
+        sockets=sockets,
+        stats_address=head.coordinator.stats if head.coordinator else None,
+        listener=head.listener,
+        metrics=head.metrics,
         stopper=stopper,
-        fault_list=options.faults,
-    ):
-        return 0
-    _wait_for_end(children, stopper)
-    if not stopper.requested:
-        raise StartError(f"Process(es) ended unexpectedly: {processes.finished(children)}")
-    # Front ends drain first; only then may engines and coordinator go.
-    processes.stop([child for child, _ in front_ends], grace_s=options.shutdown_timeout_s + 5)
-    return 0
+        engines=engines,
+    )
+    return int(module.run_api_server(server))

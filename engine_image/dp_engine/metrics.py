@@ -109,7 +109,7 @@ class SharedMetrics:
         below = 0.0
         for position, bound in enumerate(_BOUNDS_S):
             below += self._sum(engine, slot + position)
-            page.sample(f"{name}_bucket", engine, below, le=f"{bound:g}")
+            page.sample(f"{name}_bucket", engine, below, le=str(bound))
         count = self._sum(engine, slot + len(_BOUNDS_S))
         page.sample(f"{name}_bucket", engine, count, le="+Inf")
         page.sample(f"{name}_count", engine, count)

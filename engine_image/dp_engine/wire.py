@@ -33,6 +33,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
 
 FINISH_NAMES: dict[FinishReason, Literal["stop", "length", "abort"]] = {
