@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +60,15 @@ def ensure(bed: Bed | KindCluster) -> None:
                 bed.load(archive)
                 archive.unlink()
         return
+    there = {name: bed.images_on(name) for name in bed.nodes}
     for image in IMAGES:
         layout = _layout(image)
-        _load(bed, image, layout)
+        wanted = oci.manifest_of(layout)["digest"]
+        lacking = [name for name in bed.nodes if there[name].get(image.reference) != wanted]
+        if lacking:
+            _load(image, layout, lacking)
+        else:
+            say(f"{image.reference}: all nodes have it")
 
 
 def inputs_digest(image: Image, checkout: Path) -> str:
@@ -122,14 +128,9 @@ def _build(image: Image, base: str, layout: Path) -> None:
     run(buildah("push", image.reference, f"oci:{layout}:latest"))
 
 
-def _load(bed: Bed, image: Image, layout: Path) -> None:
-    wanted = oci.manifest_of(layout)["digest"]
-    lacking = [name for name in bed.nodes if bed.images_on(name).get(image.reference) != wanted]
-    if not lacking:
-        say(f"{image.reference}: all nodes have it")
-        return
-    with step(f"loading {image.reference} on {', '.join(lacking)}"), ThreadPoolExecutor() as pool:
-        for done in [pool.submit(_import, name, image, layout) for name in lacking]:
+def _load(image: Image, layout: Path, nodes: Sequence[str]) -> None:
+    with step(f"loading {image.reference} on {', '.join(nodes)}"), ThreadPoolExecutor() as pool:
+        for done in [pool.submit(_import, name, image, layout) for name in nodes]:
             done.result()
 
 
