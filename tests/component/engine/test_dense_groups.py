@@ -219,3 +219,45 @@ def test_an_address_of_another_machine_ends_the_head_with_status_1(bed):
     assert head.exit_code() == 1
     assert "Cannot assign requested address" in head.log()
     assert bed.alive() == []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sigterm_ends_a_head_that_still_waits_for_ranks(bed, servers):
+    head = bed.head(size=2, local=1, servers=servers)
+    head.wait_for("Handshake socket bound")
+    head.popen.terminate()
+    assert head.exit_code() == 0
+    assert bed.alive() == []
+
+
+def test_a_group_can_live_on_ipv6(bed):
+    head = bed.head("-dpa", "::1", size=2, local=1)
+    bed.workers("-dpa", "::1", size=2, start=1)
+    bed.wait_ready()
+    assert f"tcp://[::1]:{bed.rpc_port}" in head.log()
+    assert bed.complete(headers={"X-data-parallel-rank": "1"})
+
+
+def test_a_head_may_be_told_to_stay_after_a_death(bed, wait):
+    head = bed.head(size=2, local=2, env={"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
+    bed.wait_ready()
+    os.kill(head.child("EngineCore_DP0"), signal.SIGKILL)
+    wait(lambda: bed.health() == 503, within_s=8, last=bed.logs)
+    assert bed.request("POST", "/v1/completions", {"prompt": "x"})[0] == 500
+    head.popen.terminate()
+    assert head.exit_code() == 0
+
+
+def test_a_headless_node_drains_before_it_leaves(bed, wait):
+    bed.head(size=2, local=1)
+    worker = bed.workers("--shutdown-timeout", "10", size=2, start=1)
+    bed.wait_ready()
+    answers = []
+    chosen = {"headers": {"X-data-parallel-rank": "1"}, "max_tokens": 80}
+    thread = threading.Thread(target=lambda: answers.append(bed.complete(**chosen)))
+    thread.start()
+    wait(lambda: bed.metric("vllm:num_requests_running", rank=1) == 1, within_s=5, last=bed.logs)
+    worker.popen.terminate()
+    thread.join()
+    assert answers[0]["usage"]["completion_tokens"] == 80
+    assert worker.exit_code() == 0

@@ -166,6 +166,16 @@ def test_an_idle_group_is_used_in_turns():
     assert picks(Balancer(engines=3, client=0, clients=1), 6) == [0, 1, 2, 0, 1, 2]
 
 
+def test_requests_one_after_the_other_go_to_different_engines_too():
+    balancer = Balancer(engines=3, client=0, clients=1)
+    chosen = []
+    for _ in range(4):
+        chosen.append(balancer.pick())
+        balancer.finished(chosen[-1])
+        balancer.counts_received([[0, 0, 0.0]] * 3)
+    assert chosen == [0, 1, 2, 0]
+
+
 def test_front_ends_begin_at_different_engines():
     assert [Balancer(engines=4, client=client, clients=2).pick() for client in (0, 1)] == [0, 2]
 
