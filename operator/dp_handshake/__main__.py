@@ -21,6 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--state-dir", type=Path, default=Path("/run/dataparallel"), help="survives a restart [%(default)s]"
     )
     relay.add_argument("--pod-ip", default=os.environ.get("POD_IP", ""), help="address of this pod [$POD_IP]")
+    relay.add_argument(
+        "--heartbeat-interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="a rank that stays silent three times as long has lost its connection [%(default)s]",
+    )
     relay.add_argument("--log-level", default="INFO", help="[%(default)s]")
     for name, text in (("status", "print the state of a group's start"), ("watch", "the same, on every change")):
         command = commands.add_parser(name, help=text)
@@ -48,10 +55,17 @@ def _relay(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         import msgspec  # noqa: PLC0415
 
         from dp_handshake.messages import LaunchPlan  # noqa: PLC0415
+        from dp_handshake.relay import Heartbeat  # noqa: PLC0415
         from dp_handshake.service import Settings, run  # noqa: PLC0415
 
         plan = msgspec.json.decode(options.plan.read_bytes(), type=LaunchPlan)
-        asyncio.run(run(Settings(plan=plan, state_dir=options.state_dir, pod_ip=options.pod_ip)))
+        settings = Settings(
+            plan=plan,
+            state_dir=options.state_dir,
+            pod_ip=options.pod_ip,
+            heartbeat=Heartbeat(interval_s=options.heartbeat_interval),
+        )
+        asyncio.run(run(settings))
 
     return supervise(work)
 

@@ -31,16 +31,24 @@ log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 65_536
 _BATCH = 256
 _MAX_PUMP_S = 0.05
-# libzmq 4.3.5 has it, pyzmq's names may not: the error of a MANDATORY ROUTER for an identity that is not connected.
+# How a MANDATORY ROUTER says that an identity is not connected, or that its queue is full.
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
-    """Times of the port's heartbeats. peer_ttl must exceed interval + timeout (see the module's text)."""
+    """How often a silent connection is tested."""
 
     interval_s: float = 2.0
-    timeout_s: float = 6.0
-    peer_ttl_s: float = 12.0
+
+    @property
+    def timeout_s(self) -> float:
+        """After this long without an answer the connection is closed."""
+        return 3 * self.interval_s
+
+    @property
+    def peer_ttl_s(self) -> float:
+        """After this long without our heartbeat the rank closes its side; see the module's text."""
+        return 6 * self.interval_s
 
 
 class Port:

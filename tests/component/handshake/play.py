@@ -6,7 +6,6 @@ HELLO with INIT, and any frame that it does not expect ends it.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -34,7 +33,7 @@ HELLO = msgspec.msgpack.encode({"status": "HELLO", "local": False, "headless": T
 READY = msgspec.msgpack.encode({"status": "READY", "local": False, "headless": True})
 
 
-class HeadAborted(Exception):
+class HeadAborted(Exception):  # noqa: N818 - the head's words, not ours
     """vLLM's head would have ended here, and with it the group."""
 
 
@@ -252,32 +251,27 @@ class RelayProcess:
         directory: Path,
         *,
         ip: str = "127.0.0.1",
+        heartbeat_s: float = 2.0,
         prefix: tuple[str, ...] = (),
-        soft_files: int | None = None,
     ) -> None:
         self.plan, self.ip, self.directory = plan, ip, directory
-        self._prefix, self._soft_files = prefix, soft_files
+        self._prefix, self._heartbeat_s = prefix, heartbeat_s
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "plan.json").write_bytes(msgspec.json.encode(plan))
         self._log = (directory / "relay.log").open("ab")
         self.start()
 
     def start(self) -> None:
-        def limit() -> None:
-            if self._soft_files is not None:
-                hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-                resource.setrlimit(resource.RLIMIT_NOFILE, (self._soft_files, hard))
-
         self.process = subprocess.Popen(
             [
                 *self._prefix,
                 sys.executable,
                 *("-m", "dp_handshake", "relay", "--plan", str(self.directory / "plan.json")),
                 *("--state-dir", str(self.directory / "state"), "--pod-ip", self.ip),
+                *("--heartbeat-interval", str(self._heartbeat_s)),
             ],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")},
             stderr=self._log,
-            preexec_fn=limit,
         )
 
     @property
@@ -347,6 +341,42 @@ class RelayProcess:
         self._log.close()
 
 
+class Group:
+    """A whole group: the relay, vLLM's head, and as many remote ranks as are asked for."""
+
+    def __init__(self, directory: Path, *, ip: str = "127.0.0.1", **options: Any) -> None:
+        relay_options = {key: options.pop(key) for key in ("heartbeat_s", "prefix") if key in options}
+        self.ip = ip
+        self.plan = make_plan(**options)
+        self.relay = RelayProcess(self.plan, directory, ip=ip, **relay_options)
+        self.head: Head | None = None
+        self.places = places(self.plan)
+        self.addresses = {place.pod: address_of(number) for number, place in enumerate(self.places)}
+        self.addresses[self.plan.head_pod] = ip
+
+    def start(self) -> Head:
+        """All pods check in, the head's ROUTER comes up, the relay opens its port."""
+        self.relay.check_in_all(self.addresses)
+        self.head = Head(self.plan, self.ip)
+        self.relay.until(lambda snapshot: snapshot.listening_at is not None)
+        return self.head
+
+    def rank(self, context: zmq.Context[Any], rank: int, *, source: str | None = None) -> Rank:
+        """A rank at the address of its pod, or at another."""
+        place = next(place for place in self.places if rank in place.rank_range)
+        source = source or self.addresses[place.pod]
+        return Rank(context, rank, self.plan.rpc_port, ip=self.ip, source=None if ":" in source else source)
+
+    def ranks(self, context: zmq.Context[Any]) -> list[Rank]:
+        """All remote ranks."""
+        return [self.rank(context, rank) for rank in range(self.plan.head_ranks, self.plan.size)]
+
+    def close(self) -> None:
+        self.relay.close()
+        if self.head is not None:
+            self.head.close()
+
+
 def http(method: str, url: str, body: bytes | None = None, *, timeout_s: float = 30) -> tuple[int, str]:
     request = urllib.request.Request(url, data=body, method=method)
     try:
@@ -371,7 +401,3 @@ def many_sockets() -> Iterator[zmq.Context[Any]]:
 
 def _endpoint(ip: str, port: int) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
-
-
-def dumps(value: object) -> str:
-    return json.dumps(value, indent=2, sort_keys=True)
