@@ -38,7 +38,7 @@ EXCLUDED = (
 )
 # "extract" runs no package scripts, so what they would make is made here.
 _ACCOUNTS = (
-    "printf 'root:x:0:0:root:/root:/bin/sh\\nnonroot:x:65532:65532::/tmp:/bin/sh\\n' > \"$1/etc/passwd\" && "
+    "--extract-hook=printf 'root:x:0:0:root:/root:/bin/sh\\nnonroot:x:65532:65532::/tmp:/bin/sh\\n' > \"$1/etc/passwd\" && "
     "printf 'root:x:0:\\nnonroot:x:65532:\\n' > \"$1/etc/group\" && "
     'mkdir -p "$1/tmp" && chmod 1777 "$1/tmp"'
 )
@@ -75,7 +75,7 @@ def _tree() -> Path:
             "--aptopt=Apt::Install-Recommends false",
             *(f"--dpkgopt=path-exclude={pattern}" for pattern in EXCLUDED),
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-            f"--customize-hook={_ACCOUNTS}",
+            _ACCOUNTS,
             SUITE,
             unfinished,
             *_sources(),

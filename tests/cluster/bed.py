@@ -58,10 +58,15 @@ class Bed:
         """Start whatever does not run, and return when all nodes are Ready."""
         check_length()
         packages.ensure()
-        paths = programs.ensure()
         with alone():
-            if leftovers.settle() is not Verdict.OURS:
+            verdict = leftovers.settle()
+            if verdict is Verdict.OURS and not certificates.CA.exists():
+                # Somebody deleted .cluster under the running bed: nobody would trust the new certificates.
+                leftovers.sweep(processes.read_owner())
+                verdict = Verdict.DEAD
+            if verdict is not Verdict.OURS:
                 network.check_free()
+            paths = programs.ensure()
             self._start(paths)
 
     def _start(self, paths: Mapping[str, Path]) -> None:

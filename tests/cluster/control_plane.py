@@ -39,7 +39,8 @@ def ensure(binaries: Mapping[str, Path]) -> None:
 
 def wait_ready() -> None:
     """Until the apiserver says that it is ready."""
-    wait_until("the apiserver to be ready", alive_and("apiserver", lambda: api.missing("/readyz")), READY_S)
+    ready = alive_and("apiserver", lambda: api.missing("/readyz"))
+    wait_until("the apiserver to be ready", alive_and("etcd", ready), READY_S)
 
 
 def alive_and(name: str, seen: Callable[[], str | None]) -> Callable[[], str | None]:

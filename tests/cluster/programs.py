@@ -53,7 +53,7 @@ PROGRAMS = (
     _kubernetes("kube-scheduler"),
     _kubernetes("kubelet"),
     _kubernetes("kube-proxy"),
-    Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
+    Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", "-s -w -X helm.sh/helm/v4/internal/version.version=v4.3.1"),
 )
 CLIENTS = ("kubectl", "helm")
 
