@@ -8,7 +8,9 @@ the credentials; service account tokens are read again from their file, because 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
 from typing import Any, Self
 
 import aiohttp
@@ -54,7 +56,7 @@ class Client:
     def __init__(self, *, user_agent: str = MANAGER) -> None:
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
-        self._connection = _credentials()
+        self._connection = credentials()
         self._slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
     async def __aenter__(self) -> Self:
@@ -80,7 +82,7 @@ class Client:
         """Send one request and decode the answer. Raises ApiError, aiohttp.ClientError or TimeoutError."""
         if self._session is None:
             raise RuntimeError("the client is not open")
-        headers = {"Accept": "application/json", **_credentials().as_http_headers()}
+        headers = {"Accept": "application/json", **credentials().as_http_headers()}
         if body is not None:
             headers["Content-Type"] = content_type
         async with (
@@ -172,10 +174,20 @@ def _error(response: aiohttp.ClientResponse, payload: bytes) -> ApiError:
     return ApiError(response.status, reason, message, float(retry_after) if retry_after.isdigit() else None)
 
 
-def _credentials() -> kopf.ConnectionInfo:
-    """Read the credentials anew: in a pod that is one small file, and its token rotates hourly."""
+def credentials() -> kopf.ConnectionInfo:
+    """Where the API server is and who we are, read anew: a service account's token rotates hourly.
+
+    kopf names the server kubernetes.default.svc; the kubelet's variables give its address, so that an operator runs
+    where cluster DNS does not (yet).
+    """
     settings = kopf.OperatorSettings()
-    found = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    found = kopf.login_with_service_account(settings=settings)
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if found and host:
+        return dataclasses.replace(
+            found, server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        )
+    found = found or kopf.login_with_kubeconfig(settings=settings)
     if not found:
         raise SystemExit("no credentials: run inside a pod with a service account, or set KUBECONFIG")
     return found

@@ -9,7 +9,7 @@ import kopf
 
 from dp_operator.api import KIND
 from dp_operator.cache import WATCHED
-from dp_operator.client import RESOURCES
+from dp_operator.client import RESOURCES, credentials
 from dp_operator.naming import LABEL_MANAGED_BY, MANAGER
 
 Seen = Callable[[str, dict[str, Any]], None]
@@ -22,8 +22,8 @@ def registry(seen: Seen, relisted: Callable[[], None]) -> kopf.OperatorRegistry:
         _watch(handlers, kind, seen, relisted)
 
     @kopf.on.login(registry=handlers)
-    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        return credentials()
 
     return handlers
 
