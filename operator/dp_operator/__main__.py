@@ -4,7 +4,9 @@ Configuration comes from the environment, as the chart sets it:
 
 * DP_OPERATOR_IMAGE: image of the relay sidecar, normally the operator's own;
 * POD_NAMESPACE: where the operator runs, for the NetworkPolicy that lets it reach the monitors;
-* WATCH_NAMESPACES: comma-separated; all namespaces when empty.
+* WATCH_NAMESPACES: comma-separated; all namespaces when empty;
+* LEASE_NAME: with several replicas, the Lease that says who works. A single replica needs none, and then an idle
+  operator writes nothing at all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
+from collections.abc import Coroutine
 
 import kopf
 from aiohttp import web
@@ -21,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dp_operator import handlers, metrics
 from dp_operator.client import ApiError, Client
+from dp_operator.lease import Lease
 from dp_operator.reconciler import Reconciler
 from dp_operator.render import Settings
 
@@ -48,12 +53,21 @@ async def run() -> int:
     async with Client() as client:
         reconciler = Reconciler(client, settings, namespaces=namespaces)
         ready = asyncio.Event()
-        servers = await _serve(reconciler, ready)
+        lease_name = os.environ.get("LEASE_NAME", "")
+        servers = await _serve(reconciler, ready, standby=bool(lease_name))
+        lease = None
+        if lease_name:
+            identity = os.environ.get("POD_NAME", socket.gethostname())
+            lease = Lease(client, namespace=settings.namespace, name=lease_name, identity=identity)
+            if not await _unless_stopped(lease.acquire(), stop):
+                return 0
         if not await _first_lists(reconciler, stop):
             return 0
         # kopf cancels what is created after its start when it ends, so ours come before it.
         tasks = [asyncio.create_task(reconciler.work(), name=f"worker {n}") for n in range(WORKERS)]
         tasks.append(asyncio.create_task(reconciler.keep_true(), name="resync"))
+        if lease:
+            tasks.append(asyncio.create_task(lease.hold(), name="lease"))
         tasks.append(asyncio.create_task(_watch(reconciler, namespaces, stop, ready), name="kopf"))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -66,10 +80,21 @@ async def run() -> int:
         for task in tasks[:-1]:
             task.cancel()
         await asyncio.wait([tasks[-1]], timeout=10)
+        if lease:
+            await lease.release()
         for server in servers:
             await server.cleanup()
         # Half an operator is worse than none: the kubelet starts a new one.
         return 1 if failed else 0
+
+
+async def _unless_stopped(waiting: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+    """Await something unless the process is told to stop first; False then."""
+    task, stopping = asyncio.create_task(waiting), asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for other in (task, stopping):
+        other.cancel()
+    return task in done
 
 
 async def _first_lists(reconciler: Reconciler, stop: asyncio.Event) -> bool:
@@ -97,14 +122,14 @@ async def _watch(reconciler: Reconciler, namespaces: list[str], stop: asyncio.Ev
     )
 
 
-async def _serve(reconciler: Reconciler, ready: asyncio.Event) -> list[web.AppRunner]:
+async def _serve(reconciler: Reconciler, ready: asyncio.Event, *, standby: bool) -> list[web.AppRunner]:
     async def healthz(_: web.Request) -> web.Response:
         if reconciler.queue.oldest_age_s > STUCK_AFTER_S:
             return web.Response(status=503, text="workers hang\n")
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if ready.is_set() else web.Response(status=503, text="starting\n")
+        return web.Response(text="ok\n") if standby or ready.is_set() else web.Response(status=503, text="starting\n")
 
     async def scrape(_: web.Request) -> web.Response:
         metrics.QUEUE_DEPTH.set(len(reconciler.queue))

@@ -149,6 +149,11 @@ class Client:
             },
         )
 
+    async def replace(self, obj: Object) -> Object:
+        """PUT a whole object; its resourceVersion is the precondition (409 otherwise)."""
+        meta = obj["metadata"]
+        return await self.request("PUT", path(obj["kind"], meta["namespace"], meta["name"]), body=obj)
+
     async def put_status(self, obj: Object) -> Object:
         """Replace the status of a custom resource; its resourceVersion is the precondition (409 otherwise)."""
         meta = obj["metadata"]
