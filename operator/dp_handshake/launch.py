@@ -32,7 +32,7 @@ EXIT_REFUSED = 1
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 EXIT_TERMINATED = 143
-FIRST_WAIT_S = 2.0
+FIRST_WAIT_S = 0.0  # the first answer comes at once, so that the log says soon whom this pod waits for
 WAIT_S = 10.0
 SAY_EVERY_S = 10.0
 PROBE_TIMEOUT_S = 2.0
@@ -198,17 +198,20 @@ def wait_for_release(address: tuple[str, int], check_in: dict[str, Any]) -> dict
     import time
 
     said, said_at, pause_s, wait_s = "", 0.0, 0.2, FIRST_WAIT_S
+    heard = False
     while True:
         answer, trouble = ask(address, check_in, wait_s)
         if answer is not None and answer["state"] != "waiting":
             return answer
+        now = time.monotonic()
+        due = not said or now - said_at >= SAY_EVERY_S
         if answer is None:
             text = f"the monitor at {address[0]} port {address[1]} does not answer yet ({trouble})"
         else:
             text = str(answer.get("message") or "waiting for the other pods of the group")
-            wait_s, pause_s = WAIT_S, 0.2
-        now = time.monotonic()
-        if text != said and (not said or now - said_at >= SAY_EVERY_S):
+            due = due or not heard
+            heard, wait_s, pause_s = True, WAIT_S, 0.2
+        if due and text != said:
             say(text)
             said, said_at = text, now
         if answer is None:

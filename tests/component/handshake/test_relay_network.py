@@ -117,7 +117,7 @@ def test_a_long_load_behind_nat_does_not_cost_the_ready(group: Make) -> None:
         rank = rank_behind_nat(context, one)
         rank.hello()
         rank.init()
-        time.sleep(5)  # the load itself; the entry lives for 2 s
+        time.sleep(3.5)  # the load itself; the entry lives for 2 s
         rank.ready()
         with inside(HEAD):
             head.finished()
