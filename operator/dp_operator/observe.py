@@ -176,6 +176,7 @@ class Picture(Struct, frozen=True, kw_only=True):
     kept: dict[tuple[str, str], dict[str, Any]] = {}  # (kind, name) -> whole object, for objects we apply
     strangers: dict[tuple[str, str], str] = {}  # (kind, name) -> why an object of that name is not ours
     refused: dict[str, str] = {}  # incarnation -> why the API server refused one of its objects, for good
+    blocked: dict[str, str] = {}  # incarnation -> why it does not take one of its objects now, such as a quota
 
 
 _TYPES: dict[str, Any] = {"Pod": Pod, "Service": ServiceObject}
@@ -188,6 +189,7 @@ def observe(
     *,
     strangers: dict[tuple[str, str], str] | None = None,
     refused: dict[str, str] | None = None,
+    blocked: dict[str, str] | None = None,
 ) -> Picture:
     """Sort cached objects (kind, object) of one custom resource by incarnation.
 
@@ -236,6 +238,7 @@ def observe(
         kept=kept,
         strangers=strangers or {},
         refused=refused or {},
+        blocked=blocked or {},
     )
 
 

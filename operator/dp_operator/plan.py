@@ -34,6 +34,7 @@ from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds,
 from dp_operator.waiting import describe, reached
 
 _KEPT_FAILURES = 3
+_BEING_MADE = "objects are being made"
 # A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
 _STUCK_POD_S = 30.0
 
@@ -225,7 +226,8 @@ def _step_creating(situation: Situation, entry: GroupStatus, objects: Incarnatio
     sets = {ws.name for ws in render.worker_sets(situation.cr.spec, _incarnation(situation, entry).base)}
     if objects and objects.head and objects.config_map and sets <= set(objects.stateful_sets):
         return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
-    return entry
+    blocked = situation.picture.blocked.get(entry.incarnation)
+    return replace(entry, waiting_for=blocked[:1024] if blocked else _BEING_MADE)
 
 
 def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
@@ -411,7 +413,7 @@ def _new_entry(
         restarts=restarts,
         last_failures=last_failures or [],
         restart_token=token,
-        waiting_for="objects are being made",
+        waiting_for=_BEING_MADE,
     )
 
 

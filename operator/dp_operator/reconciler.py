@@ -51,6 +51,7 @@ class Reconciler:
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
+        self._blocked: dict[str, str] = {}  # incarnation -> why
         self._applied: dict[tuple[str, str], str] = {}  # (uid, kind/name) -> resourceVersion after our last apply
         self._followed: dict[Key, str] = {}
         self._relisted = asyncio.Event()
@@ -141,6 +142,7 @@ class Reconciler:
             self._monitors.snapshots,
             strangers=dict(self._strangers.get(uid, {})),
             refused=self._refused,
+            blocked=self._blocked,
         )
         now = time.time()
         decided = plan(
@@ -225,15 +227,20 @@ class Reconciler:
 
     async def _create(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]
+        incarnation = meta["labels"].get(naming.LABEL_INCARNATION)
         try:
             self.cache.put(kind, await self._client.create(manifest))
+            self._blocked.pop(incarnation, None)
         except ApiError as error:
+            if error.status == 403 and incarnation:
+                # A quota, or a namespace that is going away: said in the status, tried again later.
+                self._blocked[incarnation] = f"the API server does not take {kind} {meta['name']}: {error.message}"
+                raise
             if error.status == 409 and error.reason == "AlreadyExists":
                 await self._meet(uid, kind, meta["namespace"], meta["name"])
                 return True
             if error.status not in (400, 422):
                 raise
-            incarnation = meta["labels"].get(naming.LABEL_INCARNATION)
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
             if incarnation:
                 self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"

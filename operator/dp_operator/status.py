@@ -94,7 +94,7 @@ def _accepted(errors: list[str]) -> Condition:
 
 def _available(wanted: int, serving: list[GroupStatus]) -> Condition:
     if not wanted:
-        return _condition("Available", False, "NoGroupsWanted", "no group is wanted (replicas 0 or suspended)")
+        return _condition("Available", True, "NoGroupsWanted", "no group is wanted (replicas 0 or suspended)")
     least = max(1, wanted - 1)
     enough = len(serving) >= least
     reason = "EnoughGroupsServe" if enough else "TooFewGroupsServe"

@@ -376,6 +376,19 @@ def test_an_object_that_the_api_server_refuses_is_named_and_not_tried_in_a_loop(
     assert entry.next_attempt_at is not None
 
 
+def test_a_quota_that_stands_in_the_way_is_said_in_the_status_and_forgotten_when_it_is_gone():
+    world = World()
+    decided = world.plan()
+    world.cr = msgspec.structs.replace(world.cr, status=decided.status)
+    incarnation = world.entry().incarnation
+    world.blocked[incarnation] = "the API server does not take Pod x: exceeded quota: pods=4"
+    decided = world.plan()
+    assert "exceeded quota" in next(c for c in decided.status.conditions if c.type == "Ready").message
+    world.blocked.clear()
+    world.reconcile()
+    assert "quota" not in world.condition("Ready").message
+
+
 def test_a_leftover_without_ledger_entry_is_removed_and_a_complete_group_goes_on():
     world = World()
     incarnation = world.make_ready()

@@ -50,6 +50,7 @@ class World:
         self.snapshots: dict[str, Snapshot] = {}
         self.strangers: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
+        self.blocked: dict[str, str] = {}
         self.log: list[str] = []
         self.status_writes = 0
         self._numbers = itertools.count(1)
@@ -63,6 +64,7 @@ class World:
             self.snapshots,
             strangers=self.strangers,
             refused=self.refused,
+            blocked=self.blocked,
         )
         number = next(self._numbers)
         return plan(
