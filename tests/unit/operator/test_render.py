@@ -106,13 +106,12 @@ def valid(draw: st.DrawFn) -> api.Spec:
     devices: dict[str, Any] = {"assignment": draw(st.sampled_from(["None", "DevicePlugin", "Slots"]))}
     if devices["assignment"] == "Slots":
         devices["perNode"] = min(64, local * tensor * draw(st.integers(1, 4)))
-    spec = resource(
+    return resource(
         model={"name": "m", "architecture": architecture},
         dataParallel=parallel,
         devices=devices,
         tensorParallelSize=tensor,
     ).spec
-    return spec
 
 
 @given(valid())
