@@ -75,7 +75,14 @@ class LaunchPlan(_Message, frozen=True):
     head_argv: list[Any]
     worker_argv: list[Any]
     api_scheme: Literal["HTTP", "HTTPS"] = "HTTP"
+    # What answers 200 once all ranks of a serving pod are ready, where it is not /health on api_port: a supervisor.
+    health_port: int = 0
+    health_path: str = ""
     visible_devices_env_name: str = ""
+    head_devices: int = 0  # accelerators that the head's container must have; 0: not checked
+    worker_devices: int = 0
+    needs_version: str = ""  # oldest vLLM that can do this, such as 0.22; empty: any
+    needs_version_for: str = ""  # what it is needed for
     monitor_port: int = MONITOR_PORT
     schema: int = PLAN_SCHEMA
 
@@ -99,6 +106,7 @@ class CheckIn(_Message, frozen=True):
     device_count: int | None = None
     shared_memory_bytes: int | None = None
     engine_version: str | None = None
+    warnings: list[str] = []  # what preflight found and does not stop the start; a few short lines
     wait_seconds: float = 20.0
 
 
@@ -179,6 +187,7 @@ class Snapshot(_Message, frozen=True):
     stages: Stages = field(default_factory=Stages)
     local: Local = field(default_factory=Local)
     engine_versions: dict[str, int] = {}  # installed version -> pods
+    warnings: list[str] = []  # "pod: what its preflight found"; the first 8
     lost: list[RankLost] = []  # newest 16
     restarted: list[PodRestarted] = []  # newest 16
     violations: list[Violation] = []  # newest 32

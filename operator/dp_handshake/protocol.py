@@ -141,6 +141,7 @@ class Handshake(Struct, kw_only=True):
     size: int
     head_ranks: int
     headless: bool  # what remote ranks must say: true in Internal groups, false in Hybrid and External ones
+    mode: str = "Internal"  # load balancing, for the words
     adopting: bool = False  # an earlier relay process of this incarnation had its port open
     stages: bytearray = field(default_factory=bytearray)
     init: bytes | None = None  # the first INIT that passed
@@ -175,6 +176,7 @@ def handshake(plan: LaunchPlan) -> Handshake:
         size=plan.size,
         head_ranks=plan.head_ranks,
         headless=plan.load_balancing == "Internal",
+        mode=plan.load_balancing,
         stages=bytearray(plan.size),
     )
 
@@ -433,10 +435,12 @@ def _decode(frame: bytes) -> _Decoded | str:
 def _mismatch(state: Handshake, rank: int, decoded: _Decoded) -> str:
     said = f"rank {rank} says local={str(decoded.local).lower()}, headless={str(decoded.headless).lower()}; "
     if decoded.local:
-        return said + "it believes that it runs beside the head: its local size or start rank is wrong"
-    if state.headless:
-        return said + "a worker of an Internal group must run with --headless"
-    return said + "a worker of a Hybrid or External group must not run with --headless"
+        cause = "it believes that it runs beside the head: its local size or start rank is wrong"
+    elif state.headless:
+        cause = "but the group is Internal, whose workers run with --headless"
+    else:
+        cause = f"but the group is {state.mode}, whose pods all serve: nothing may give them --headless"
+    return f"{said}{cause}. Is this pod's command overridden?"
 
 
 def _hex(identity: bytes) -> str:

@@ -140,7 +140,8 @@ class Service:
         """Ask the engine's API until it answers 200. Before it is ready its port refuses (notes §8)."""
         await self.released.wait()
         host = f"[{self._pod_ip}]" if is_ipv6(self._pod_ip) else self._pod_ip
-        url = f"{self._plan.api_scheme.lower()}://{host}:{self._plan.api_port}/health"
+        port = self._plan.health_port or self._plan.api_port
+        url = f"{self._plan.api_scheme.lower()}://{host}:{port}{self._plan.health_path or '/health'}"
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             while not self._seen.api_ready:

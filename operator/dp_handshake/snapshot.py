@@ -11,6 +11,8 @@ from dp_handshake.messages import LaunchPlan, Local, Snapshot, Stages
 from dp_handshake.protocol import Handshake, Stage
 from dp_handshake.ranks import format_ranks
 
+MAX_WARNINGS = 8
+
 
 class Seen(Struct, kw_only=True):
     """What no frame tells. Counts and pods only grow: a connection that ended later was there once."""
@@ -64,6 +66,9 @@ def build(plan: LaunchPlan, roster: Roster, handshake: Handshake, seen: Seen, *,
         engine_versions=dict(
             Counter(message.engine_version for message in roster.arrived.values() if message.engine_version)
         ),
+        warnings=[
+            f"{message.pod}: {text[:200]}" for message in roster.arrived.values() for text in message.warnings[:4]
+        ][:MAX_WARNINGS],
         lost=handshake.lost,
         restarted=roster.restarted,
         violations=handshake.violations,

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
+from dp_operator.podtemplate import SCHEMA as POD_TEMPLATE_SCHEMA
+
 GROUP = "dataparallel.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -52,6 +54,8 @@ Labels = Annotated[dict[str, Annotated[str, Meta(max_length=63)]], Meta(max_leng
 Annotations = Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)]
 # A Kubernetes object we pass through without looking inside: kept whole by the API server, checked by it when used.
 Opaque = Annotated[dict[str, Any], Meta(extra_json_schema={"x-kubernetes-preserve-unknown-fields": True})]
+
+PodTemplate = Annotated[dict[str, Any], Meta(extra_json_schema=POD_TEMPLATE_SCHEMA)]
 
 
 class _Spec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -127,7 +131,14 @@ class DataParallel(_Spec, frozen=True, kw_only=True):
     rpc_port: Port = 13345
     supervisor_port: Port = 9256
     api_server_count: (
-        Annotated[int, Meta(ge=1, le=64, description="API server processes on the head; default size/4 within 1 to 4.")]
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=64,
+                description="API server processes of a serving pod; default a quarter of its ranks, 1 to 4.",
+            ),
+        ]
         | None
     ) = None
 
@@ -205,7 +216,7 @@ class ServicePort(_Spec, frozen=True, kw_only=True):
 
 
 class Service(_Spec, frozen=True, kw_only=True):
-    """The Service that clients talk to: heads of serving groups, nothing else."""
+    """The Service that clients talk to: the pods of serving groups that have an API, nothing else."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     annotations: Annotations = {}
@@ -243,8 +254,8 @@ class Spec(_Spec, frozen=True, kw_only=True):
     scheduling: Scheduling = field(default_factory=Scheduling)
     service: Service = field(default_factory=Service)
     network_policy: NetworkPolicy = field(default_factory=NetworkPolicy)
-    template: Opaque | None = None
-    head_template: Opaque | None = None
+    template: PodTemplate | None = None
+    head_template: PodTemplate | None = None
 
 
 class _Status(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -318,6 +329,10 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
     ] = "Starting"
     head_pod: Annotated[str, Meta(max_length=253)] = ""
     head_node: Annotated[str, Meta(max_length=253)] = ""
+    engine_version: Annotated[
+        str,
+        Meta(max_length=32, description="vLLM version that its launchers found in the image; of several the oldest."),
+    ] = ""
     created_at: Time | None = None
     scheduled_at: Time | None = None
     released_at: Time | None = None

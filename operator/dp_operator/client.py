@@ -33,6 +33,7 @@ RESOURCES = {
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
     "Event": ("events.k8s.io/v1", "events"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
+    "PodGroup": ("", "podgroups"),  # of several gang schedulers: each manifest says its API group
 }
 _TIMEOUT = aiohttp.ClientTimeout(total=30, connect=10)
 _PARALLEL_REQUESTS = 16
@@ -120,7 +121,7 @@ class Client:
         """POST; a misspelt field is an error, not a warning."""
         return await self.request(
             "POST",
-            path(manifest["kind"], manifest["metadata"]["namespace"]),
+            path(manifest["kind"], manifest["metadata"]["namespace"], version=manifest["apiVersion"]),
             body=manifest,
             params={"fieldValidation": "Strict", "fieldManager": MANAGER},
         )
@@ -160,9 +161,10 @@ class Client:
         return await self.request("PUT", f"{path(KIND, meta['namespace'], meta['name'])}/status", body=obj)
 
 
-def path(kind: str, namespace: str = "", name: str = "") -> str:
-    """URL path of a kind, a namespace's objects of it, or one object."""
-    version, plural = RESOURCES[kind]
+def path(kind: str, namespace: str = "", name: str = "", *, version: str = "") -> str:
+    """URL path of a kind, a namespace's objects of it, or one object; version where the kind is not of one group."""
+    usual, plural = RESOURCES[kind]
+    version = version or usual
     parts = ["/api" if version == "v1" else "/apis", version]
     if namespace:
         parts += ["namespaces", namespace]

@@ -227,23 +227,28 @@ def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: 
 
 
 def _unhealthy(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
-    head = objects.head
-    condition = head.condition("Ready") if head else None
-    if head is None or condition is None or condition.status == "True":
+    unready: list[tuple[float, Pod]] = []
+    for pod in objects.serving_pods:
+        condition = pod.condition("Ready")
+        if condition is not None and condition.status != "True":
+            unready.append((seconds(condition.last_transition_time) or now, pod))
+    if not unready:
         return Verdict(None)
-    since = seconds(condition.last_transition_time) or now
+    since, first = min(unready, key=lambda item: item[0])
     limit = since + spec.failure_policy.unhealthy_seconds
     if now < limit:
         return Verdict(None, limit)
+    is_head = first is objects.head
+    what = "head" if is_head else "pod"
     return Verdict(
         Failure(
-            reason="HeadUnhealthy",
+            reason="HeadUnhealthy" if is_head else "PodUnhealthy",
             time=timestamp(now) or "",
             charged=True,
             incarnation=entry.incarnation,
-            rank=0,
-            pod=head.name,
-            node=head.spec.node_name,
-            message=f"head {head.name} has not been ready for {spec.failure_policy.unhealthy_seconds} s",
+            rank=objects.first_ranks.get(first.name, 0),
+            pod=first.name,
+            node=first.spec.node_name,
+            message=f"{what} {first.name} has not been ready for {spec.failure_policy.unhealthy_seconds} s",
         )
     )

@@ -22,6 +22,7 @@ LABEL_GROUP = f"{GROUP}/group"
 LABEL_INCARNATION = f"{GROUP}/incarnation"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_ROLE = f"{GROUP}/role"
+LABEL_SERVING = f"{GROUP}/serving"  # on pods that have an API: what the client Service selects
 LABEL_SET = f"{GROUP}/set"  # which StatefulSet of the incarnation a worker belongs to
 LABEL_DEVICE = f"{GROUP}/device-"  # + device index: one label per device of the node that the pod uses
 ANNOTATION_RESTART = f"{GROUP}/restart"

@@ -158,6 +158,19 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
         return ([self.head] if self.head else []) + list(self.workers.values())
 
     @property
+    def serving_pods(self) -> list[Pod]:
+        """Pods that have an API: the head; with Hybrid and External every pod of the group."""
+        everyone = self.plan is not None and self.plan.load_balancing != "Internal"
+        return self.pods if everyone else [self.head] if self.head else []
+
+    @property
+    def serves(self) -> bool:
+        """Whether every pod that should have an API is there and ready."""
+        expected = len(self.first_ranks) if self.plan and self.plan.load_balancing != "Internal" else 1
+        pods = self.serving_pods
+        return len(pods) >= expected and all(pod.ready and not pod.metadata.deletion_timestamp for pod in pods)
+
+    @property
     def first_ranks(self) -> dict[str, int]:
         """Every pod of the launch plan -> its first rank, head first. Empty while there is no plan."""
         if self.plan is None:

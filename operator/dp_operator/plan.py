@@ -27,11 +27,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dp_operator import naming, render, status
+from dp_operator import naming, render, status, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Status
 from dp_operator.failure import judge
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
-from dp_operator.waiting import describe, reached
+from dp_operator.waiting import describe, reached, unready
 
 _KEPT_FAILURES = 3
 _BEING_MADE = "objects are being made"
@@ -246,9 +246,12 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
         changes["scheduled_at"] = timestamp(now)
     if not entry.released_at and snapshot and snapshot.released_at:
         changes["released_at"] = timestamp(snapshot.released_at)
+    if snapshot and snapshot.engine_versions:
+        # Of several the oldest, which is the one that may lack something.
+        changes["engine_version"] = min(snapshot.engine_versions, key=versions.order)[:32]
     entry = replace(entry, **changes)
     if entry.state == "Starting":
-        if snapshot and snapshot.ready_at and objects.head and objects.head.ready:
+        if snapshot and snapshot.ready_at and objects.serves:
             draft.events.append(
                 Event("Normal", "GroupReady", f"group {entry.index} ({entry.incarnation}): all ranks ready")
             )
@@ -262,8 +265,7 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
             entry = replace(entry, restarts=0)
         else:
             draft.look_again(stable_at)
-    head_ready = objects.head is not None and objects.head.ready
-    return replace(entry, waiting_for="" if head_ready else f"head {entry.head_pod} is not ready")
+    return replace(entry, waiting_for="" if objects.serves else unready(objects))
 
 
 def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Draft) -> GroupStatus:
@@ -353,7 +355,7 @@ def _replace_changed(
 
 
 def _ready(objects: IncarnationObjects) -> bool:
-    return objects.head is not None and objects.head.ready and not objects.head.metadata.deletion_timestamp
+    return objects.serves
 
 
 def given_up(cr: DataParallelDeployment, entry: GroupStatus, revision: str, token: str) -> bool:
@@ -380,16 +382,15 @@ def _begin(
             draft.look_again(due)
             result.append(entry)
         else:
-            result.append(
-                _new_entry(
-                    situation,
-                    entry.index,
-                    revision,
-                    token,
-                    restarts=0 if changed else entry.restarts,
-                    last_failures=entry.last_failures,
-                )
+            new = _new_entry(
+                situation,
+                entry.index,
+                revision,
+                token,
+                restarts=0 if changed else entry.restarts,
+                last_failures=entry.last_failures,
             )
+            result.append(new if changed else replace(new, engine_version=entry.engine_version))
     taken = {entry.index for entry in result}
     result += [_new_entry(situation, i, revision, token) for i in range(wanted) if i not in taken]
     return result
@@ -432,6 +433,13 @@ def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObject
             0,
             Create(render.disruption_budget(inc, pods=1 + len(render.worker_pods(situation.cr.spec, inc.base)))),
         )
+    gang = render.pod_group(inc)
+    if gang and have.head is None:
+        if have.config_map is None:
+            return  # it owns the PodGroup, which so goes with it
+        owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": inc.base, "uid": have.config_map.metadata.uid}
+        gang["metadata"]["ownerReferences"] = [owner]
+        _add(draft.creates, 0, Create(gang))
     for stateful_set in render.stateful_sets(inc):
         if stateful_set["metadata"]["name"] not in have.stateful_sets:
             _add(draft.creates, 1, Create(stateful_set))

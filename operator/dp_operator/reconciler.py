@@ -27,6 +27,7 @@ from dp_operator.observe import Picture, observe
 from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, plan
 from dp_operator.queue import Queue
 from dp_operator.render import Settings
+from dp_operator.status import installed_version
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,11 @@ class Reconciler:
                 settings=self._settings,
                 now=now,
                 token=secrets.token_bytes(16),
-                errors=rules.refusals(name=cr.metadata.name, spec=cr.spec),
+                errors=rules.refusals(
+                    name=cr.metadata.name,
+                    spec=cr.spec,
+                    installed=installed_version(cr.status.groups, naming.revision(cr.spec)),
+                ),
                 monitor_errors=self._monitors.errors,
             )
         )
@@ -229,16 +234,20 @@ class Reconciler:
         kind, meta = manifest["kind"], manifest["metadata"]
         incarnation = meta["labels"].get(naming.LABEL_INCARNATION)
         try:
-            self.cache.put(kind, await self._client.create(manifest))
+            made = await self._client.create(manifest)
+            if kind in WATCHED:
+                self.cache.put(kind, made)
             self._blocked.pop(incarnation, None)
         except ApiError as error:
-            if error.status == 403 and incarnation:
-                # A quota, or a namespace that is going away: said in the status, tried again later.
+            if error.status in (403, 404) and incarnation:
+                # A quota, a namespace that is going away, a gang scheduler that is not installed: said in the status,
+                # tried again later.
                 self._blocked[incarnation] = f"the API server does not take {kind} {meta['name']}: {error.message}"
                 raise
             if error.status == 409 and error.reason == "AlreadyExists":
-                await self._meet(uid, kind, meta["namespace"], meta["name"])
-                return True
+                if kind in WATCHED:
+                    await self._meet(uid, kind, meta["namespace"], meta["name"])
+                return True  # a PodGroup that an earlier try made: its name has the incarnation's id in it
             if error.status not in (400, 422):
                 raise
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dp_handshake.messages import MONITOR_PORT
+from dp_operator import podtemplate
 from dp_operator.api import Spec
 from dp_operator.naming import NAME_MAX
 
@@ -78,6 +81,7 @@ VISIBLE_DEVICES_ENV_NAMES = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "HABANA_VISIBLE_DEVICES",
 )
+_TWINS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 class Rule(Struct, frozen=True, kw_only=True):
@@ -162,13 +166,276 @@ def _taken_ports(spec: Spec) -> tuple[int, int, int]:
     return spec.data_parallel.rpc_port, spec.data_parallel.rpc_port + 1, MONITOR_PORT
 
 
+def _api_ports(spec: Spec) -> range:
+    return range(spec.engine.port, spec.engine.port + (spec.data_parallel.size_local if _supervised(spec) else 1))
+
+
 def _supervised(spec: Spec) -> bool:
     return spec.data_parallel.load_balancing == "External" and spec.data_parallel.size_local >= 2
 
 
 _DEDICATED = "self.dataParallel.headPlacement != 'Dedicated' || "
 _EXTERNAL = "self.dataParallel.loadBalancing != 'External' || "
+_IS_SUPERVISED = "self.dataParallel.loadBalancing == 'External' && self.dataParallel.sizeLocal >= 2"
 _SUPERVISED = f"{_EXTERNAL}self.dataParallel.sizeLocal < 2 || "
+
+
+def _switch(spec: Spec, flag: str) -> bool:
+    """Whether args have a switch of vLLM, in one of its two spellings."""
+    return any(arg.replace("_", "-") == flag for arg in spec.engine.args)
+
+
+def _has_switch(flag: str) -> str:
+    return f"self.engine.args.exists(a, a in {_strings([flag, '--' + flag[2:].replace('-', '_')])})"
+
+
+def _switch_rules() -> list[Rule]:
+    """Switches in args that vLLM takes only together with certain fields of ours (protocol notes §1.4).
+
+    Whole words only: what an abbreviation means is vLLM's to say.
+    """
+    rows: list[tuple[str, str, Callable[[Spec], bool], str]] = [
+        (
+            "--enable-eplb",
+            "self.enableExpertParallel",
+            lambda spec: not spec.enable_expert_parallel,
+            (
+                "expert load balancing moves experts between ranks, which own whole experts only with expert "
+                "parallelism: write enableExpertParallel: true"
+            ),
+        ),
+        (
+            "--enable-elastic-ep",
+            "self.dataParallel.loadBalancing != 'Hybrid' && self.pipelineParallelSize == 1",
+            lambda spec: spec.data_parallel.load_balancing == "Hybrid" or spec.pipeline_parallel_size > 1,
+            (
+                "vLLM has no elastic expert parallelism with Hybrid load balancing or pipeline parallelism: "
+                "leave the flag out, or write loadBalancing: External and pipelineParallelSize: 1"
+            ),
+        ),
+        (
+            "--enable-fault-tolerance",
+            (
+                "self.dataParallel.loadBalancing == 'External' && "
+                "(!has(self.dataParallel.apiServerCount) || self.dataParallel.apiServerCount == 1)"
+            ),
+            lambda spec: (
+                spec.data_parallel.load_balancing != "External" or spec.data_parallel.api_server_count not in {None, 1}
+            ),
+            (
+                "vLLM tolerates faults only with External load balancing and one API server: leave the flag out, or write "
+                "loadBalancing: External"
+            ),
+        ),
+        (
+            "--grpc",
+            f"!({_IS_SUPERVISED})",
+            _supervised,
+            "External with several ranks per pod serves HTTP only: leave the flag out, or write sizeLocal: 1",
+        ),
+    ]
+    return [
+        Rule(
+            field=".engine.args",
+            cel=f"!{_has_switch(flag)} || ({cel})",
+            broken=lambda spec, flag=flag, broken=broken: _switch(spec, flag) and broken(spec),  # type: ignore[misc]
+            message=f"{flag}: {message}",
+        )
+        for flag, cel, broken, message in rows
+    ]
+
+
+_TEMPLATES: tuple[tuple[str, Callable[[Spec], dict[str, Any] | None]], ...] = (
+    ("template", lambda spec: spec.template),
+    ("headTemplate", lambda spec: spec.head_template),
+)
+_OWNED_LABELS = ("app.kubernetes.io/managed-by", "app.kubernetes.io/instance", "app.kubernetes.io/component")
+_OWNED_POD_FIELDS = ("restartPolicy", "enableServiceLinks", "terminationGracePeriodSeconds", "hostname", "subdomain")
+_IN_SPEC = ("image", "command", "args", "resources")
+_WATCHED = (
+    *("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "restartPolicy"),
+    *("terminationMessagePath", "terminationMessagePolicy"),
+)
+_OWNED_MOUNTS = ("/dev/shm", "/dataparallel", "/run/dpd")  # noqa: S108 - paths in a container
+_OWNED_VOLUMES = ("dataparallel", "shm", "relay-state", "dpd-group")
+
+
+def _owned_env(name: str) -> bool:
+    return name in OWNED_ENV_NAMES or name.startswith(OWNED_ENV_PREFIXES)
+
+
+def _template_rules(path: str, get: Callable[[Spec], dict[str, Any] | None]) -> list[Rule]:
+    """What a template may not touch, by name, with the field to write instead."""
+    pod = f"self.{path}.spec"
+
+    def absent_or(where: str, cel: str) -> str:
+        """CEL for an optional field below template: it is absent, or the rest holds.
+
+        Not by CEL's optional values: the API server's estimate of costs forgets the bounds of lists behind them.
+        """
+        parts = where.split(".")
+        chain = [".".join(parts[: n + 1]) for n in range(1, len(parts))]
+        return " || ".join([*(f"!has({step})" for step in chain), f"({cel})"])
+
+    def engine_keeps(cel: str) -> str:
+        return absent_or(f"{pod}.containers", f"{pod}.containers.all(c, c.name != 'engine' || ({cel}))")
+
+    owned_name = f"e.name in {_strings(OWNED_ENV_NAMES)}" + "".join(
+        f" || e.name.startsWith('{prefix}')" for prefix in OWNED_ENV_PREFIXES
+    )
+
+    def engine(spec: Spec) -> dict[str, Any]:
+        return podtemplate.engine(get(spec))
+
+    def env_names(spec: Spec) -> list[str]:
+        return [item["name"] for item in engine(spec).get("env") or []]
+
+    def keys(spec: Spec) -> list[str]:
+        metadata = (get(spec) or {}).get("metadata") or {}
+        return [*(metadata.get("labels") or {}), *(metadata.get("annotations") or {})]
+
+    def any_of(fields: tuple[str, ...]) -> str:
+        return " || ".join(f"has(c.{field})" for field in fields)
+
+    return [
+        Rule(
+            field=f".{path}.metadata",
+            cel=" && ".join(
+                "("
+                + absent_or(
+                    f"self.{path}.metadata.{part}",
+                    f"self.{path}.metadata.{part}.all(k, "
+                    f"!(k.startsWith('dataparallel.io/') || k in {_strings(_OWNED_LABELS)}))",
+                )
+                + ")"
+                for part in ("labels", "annotations")
+            ),
+            broken=lambda spec: any(key.startswith("dataparallel.io/") or key in _OWNED_LABELS for key in keys(spec)),
+            message=(
+                "the operator finds its pods by labels of dataparallel.io and by "
+                f"{', '.join(_OWNED_LABELS)}: leave them out"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec",
+            cel=absent_or(pod, "!(" + " || ".join(f"has({pod}.{field})" for field in _OWNED_POD_FIELDS) + ")"),
+            broken=lambda spec: any(field in podtemplate.pod_spec(get(spec)) for field in _OWNED_POD_FIELDS),
+            message=(
+                f"the operator decides {', '.join(_OWNED_POD_FIELDS)}: leave them out, and write spec.drain for the time "
+                "that a pod has to end"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
+            cel=engine_keeps(f"!({any_of(_IN_SPEC)})"),
+            broken=lambda spec: any(field in engine(spec) for field in _IN_SPEC),
+            message=(
+                "image, command, args and resources of container engine have fields of their own: write spec.engine.image, "
+                "spec.engine.command, spec.engine.args, spec.engine.resources or spec.headResources"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
+            cel=engine_keeps(f"!({any_of(_WATCHED)})"),
+            broken=lambda spec: any(field in engine(spec) for field in _WATCHED),
+            message=(
+                "the operator decides when container engine is ready, has failed and has to end: leave its probes, "
+                "lifecycle, restartPolicy and termination message out, and write startup.timeoutSeconds, "
+                "failurePolicy.unhealthySeconds or spec.drain"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
+            cel=engine_keeps(f"!has(c.env) || c.env.all(e, !({owned_name}))"),
+            broken=lambda spec: any(_owned_env(name) for name in env_names(spec)),
+            message=(
+                f"in container engine the operator sets {', '.join(OWNED_ENV_NAMES)} and everything that begins with "
+                f"{' or '.join(OWNED_ENV_PREFIXES)}: leave it out"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
+            cel="self.devices.assignment == 'None' || "
+            + engine_keeps(
+                "!has(c.env) || c.env.all(e, "
+                "e.name != self.devices.visibleDevicesEnvName && !(self.devices.assignment == 'DevicePlugin' && "
+                f"e.name in {_strings(VISIBLE_DEVICES_ENV_NAMES)}))"
+            ),
+            broken=lambda spec: (
+                spec.devices.assignment != "None"
+                and any(
+                    name == spec.devices.visible_devices_env_name
+                    or (spec.devices.assignment == "DevicePlugin" and name in VISIBLE_DEVICES_ENV_NAMES)
+                    for name in env_names(spec)
+                )
+            ),
+            message=(
+                "devices.assignment decides which devices container engine sees: leave the visible-devices variable out, "
+                "or write assignment: None to choose devices yourself"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
+            cel=engine_keeps(
+                f"!has(c.volumeMounts) || c.volumeMounts.all(m, !(m.mountPath in {_strings(_OWNED_MOUNTS)}))"
+            ),
+            broken=lambda spec: any(
+                mount["mountPath"] in _OWNED_MOUNTS for mount in engine(spec).get("volumeMounts") or []
+            ),
+            message=(
+                f"the operator mounts {', '.join(_OWNED_MOUNTS)} in container engine: write another mountPath, or "
+                "spec.engine.sharedMemory for the size of /dev/shm"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec",
+            cel=" && ".join(
+                f"({absent_or(where, f'{where}.all(c, {cel})')})"
+                for where, cel in (
+                    (f"{pod}.containers", "c.name != 'relay'"),
+                    (f"{pod}.initContainers", "!(c.name in ['relay', 'engine'])"),
+                )
+            ),
+            broken=lambda spec: (
+                any(c["name"] == "relay" for c in podtemplate.containers(get(spec)))
+                or any(
+                    c["name"] in {"relay", "engine"} for c in podtemplate.containers(get(spec), field="initContainers")
+                )
+            ),
+            message="relay and engine are the operator's containers: write another name for your own",
+        ),
+        Rule(
+            field=f".{path}.spec.volumes",
+            cel=absent_or(f"{pod}.volumes", f"{pod}.volumes.all(v, !(v.name in {_strings(_OWNED_VOLUMES)}))"),
+            broken=lambda spec: any(
+                volume["name"] in _OWNED_VOLUMES for volume in podtemplate.containers(get(spec), field="volumes")
+            ),
+            message=(
+                f"the volumes {', '.join(_OWNED_VOLUMES)} are the operator's: write another name, or "
+                "spec.engine.sharedMemory for the size of shm"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.hostNetwork",
+            cel=absent_or(
+                f"{pod}.hostNetwork",
+                f"!{pod}.hostNetwork || self.devices.assignment != 'Slots' || "
+                "self.dataParallel.loadBalancing == 'Internal' || self.devices.perNode == "
+                "self.dataParallel.sizeLocal * self.tensorParallelSize * self.pipelineParallelSize",
+            ),
+            broken=lambda spec: (
+                bool(podtemplate.pod_spec(get(spec)).get("hostNetwork"))
+                and spec.devices.assignment == "Slots"
+                and spec.data_parallel.load_balancing != "Internal"
+                and spec.devices.per_node != _devices_per_pod(spec)
+            ),
+            message=(
+                "in the node's network every pod that serves needs engine.port for itself, and Slots puts several pods on "
+                "a node: leave hostNetwork out, or write a sizeLocal that fills the node"
+            ),
+        ),
+    ]
+
 
 RULES = (
     Rule(
@@ -283,11 +550,32 @@ RULES = (
     ),
     Rule(
         field=".engine.port",
-        cel=(f"!(self.engine.port in [self.dataParallel.rpcPort, self.dataParallel.rpcPort + 1, {MONITOR_PORT}])"),
-        broken=lambda spec: spec.engine.port in _taken_ports(spec),
+        cel=(
+            f"[self.dataParallel.rpcPort, self.dataParallel.rpcPort + 1, {MONITOR_PORT}].all(p, "
+            f"p < self.engine.port || p > self.engine.port + ({_IS_SUPERVISED} ? self.dataParallel.sizeLocal - 1 : 0))"
+        ),
+        broken=lambda spec: any(port in _api_ports(spec) for port in _taken_ports(spec)),
+        message=(
+            f"the head also listens on dataParallel.rpcPort, rpcPort + 1 and {MONITOR_PORT} (monitor), and under a "
+            "supervisor every rank of a pod takes one port from engine.port on: write another engine.port"
+        ),
+    ),
+    Rule(
+        field=".engine.port",
+        cel=f"{_SUPERVISED}self.engine.port + self.dataParallel.sizeLocal <= 65536",
+        broken=lambda spec: _api_ports(spec).stop > 65536,
+        message="the ranks of a pod listen on engine.port up to engine.port + sizeLocal - 1: write a lower engine.port",
+    ),
+    Rule(
+        field=".dataParallel.supervisorPort",
+        cel=(
+            f"{_SUPERVISED}!(self.dataParallel.supervisorPort in "
+            f"[self.dataParallel.rpcPort, self.dataParallel.rpcPort + 1, {MONITOR_PORT}])"
+        ),
+        broken=lambda spec: _supervised(spec) and spec.data_parallel.supervisor_port in _taken_ports(spec),
         message=(
             f"the head also listens on dataParallel.rpcPort, rpcPort + 1 and {MONITOR_PORT} (monitor): "
-            "write another engine.port"
+            "write another supervisorPort"
         ),
     ),
     Rule(
@@ -368,6 +656,23 @@ RULES = (
     ),
     Rule(
         field=".engine.env",
+        cel=(
+            "self.devices.assignment != 'Slots' || "
+            "!(self.devices.visibleDevicesEnvName in ['CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES']) || "
+            "self.engine.env.all(e, !(e.name in ['CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES']))"
+        ),
+        broken=lambda spec: (
+            spec.devices.assignment == "Slots"
+            and spec.devices.visible_devices_env_name in _TWINS
+            and any(entry.name in _TWINS for entry in spec.engine.env)
+        ),
+        message=(
+            "vLLM refuses CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES that differ, and Slots sets one of them: "
+            "leave the other out"
+        ),
+    ),
+    Rule(
+        field=".engine.env",
         cel="self.engine.env.all(e, !(has(e.value) && has(e.valueFrom)))",
         broken=lambda spec: any(entry.value is not None and entry.value_from is not None for entry in spec.engine.env),
         message="a variable has one source: write value or valueFrom, not both",
@@ -411,6 +716,8 @@ RULES = (
         message="two ports of the Service have the same name: write another one",
     ),
     *(_flag_rule(owned) for owned in OWNED_FLAGS),
+    *_switch_rules(),
+    *(rule for path, get in _TEMPLATES for rule in _template_rules(path, get)),
 )
 
 
@@ -420,34 +727,6 @@ def _not_yet(*, field: str, what: str, instead: str, cel: str, broken: Callable[
 
 # Fields that the API has and this release does not act on. To support one, delete its entry.
 NOT_YET = (
-    _not_yet(
-        field=".dataParallel.loadBalancing",
-        what="loadBalancing Hybrid or External",
-        instead="leave it out, or write Internal",
-        cel="self.dataParallel.loadBalancing == 'Internal'",
-        broken=lambda spec: spec.data_parallel.load_balancing != "Internal",
-    ),
-    _not_yet(
-        field=".template",
-        what="template",
-        instead="leave it out",
-        cel="!has(self.template)",
-        broken=lambda spec: spec.template is not None,
-    ),
-    _not_yet(
-        field=".headTemplate",
-        what="headTemplate",
-        instead="leave it out",
-        cel="!has(self.headTemplate)",
-        broken=lambda spec: spec.head_template is not None,
-    ),
-    _not_yet(
-        field=".scheduling.podGroup",
-        what="a gang scheduler",
-        instead="leave scheduling.podGroup out, or write None",
-        cel="self.scheduling.podGroup == 'None'",
-        broken=lambda spec: spec.scheduling.pod_group != "None",
-    ),
     _not_yet(
         field=".rollout.maxSurge",
         what="a maxSurge other than 0",
@@ -470,13 +749,6 @@ NOT_YET = (
         broken=lambda spec: spec.rollout.paused,
     ),
     _not_yet(
-        field=".networkPolicy.peers",
-        what="networkPolicy.peers",
-        instead="leave it out, or write mode: Unmanaged and a policy of your own",
-        cel="size(self.networkPolicy.peers) == 0",
-        broken=lambda spec: bool(spec.network_policy.peers),
-    ),
-    _not_yet(
         field=".disruption.policy",
         what="a disruption.policy other than Managed",
         instead="leave it out",
@@ -493,9 +765,26 @@ NAME_MESSAGE = (
 )
 
 
-def refusals(*, name: str, spec: Spec) -> list[str]:
-    """Why the CRD of this release would refuse an object, as `field: message`; empty where it accepts it."""
+def least_version(spec: Spec) -> tuple[str, str] | None:
+    """The oldest vLLM that can run a spec and what it is needed for; None where every supported one can."""
+    if _supervised(spec):
+        return "0.22", "External load balancing with several ranks per pod"
+    if spec.data_parallel.head_placement == "Dedicated":
+        return "0.14", "headPlacement Dedicated"
+    return None
+
+
+def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str]:
+    """Why the CRD of this release would refuse an object, as `field: message`; empty where it accepts it.
+
+    `installed` is the version that the launchers found in the image: the truth, whatever spec or tag say.
+    """
     found = [f"spec{rule.field}: {rule.message}" for rule in (*RULES, *NOT_YET) if rule.broken(spec)]
+    if not found and installed and installed != spec.engine.version:
+        true = replace(spec, engine=replace(spec.engine, version=installed))
+        found = [
+            f"spec{rule.field}: the image has vLLM {installed}: {rule.message}" for rule in RULES if rule.broken(true)
+        ]
     if len(name) > NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         found.insert(0, f"metadata.name: {NAME_MESSAGE}")
     return found

@@ -58,7 +58,7 @@ def build(
         _progressing(wanted, updated, entries),
         _degraded(current),
         _stalled(cr, current, picture, errors),
-        _version_assumed(cr),
+        _version_assumed(cr, current, revision),
     ]
     return Status(
         observed_generation=cr.metadata.generation,
@@ -75,8 +75,7 @@ def build(
 
 def _serves(entry: GroupStatus, picture: Picture) -> bool:
     objects = picture.incarnations.get(entry.incarnation)
-    head = objects.head if objects else None
-    return entry.state == "Serving" and head is not None and head.ready and not head.metadata.deletion_timestamp
+    return entry.state == "Serving" and objects is not None and objects.serves
 
 
 def _condition(kind: str, value: bool | None, reason: str, message: str) -> Condition:  # noqa: FBT001
@@ -174,8 +173,19 @@ def _stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Pi
     return _condition("Stalled", False, "AsExpected", "no person is needed")
 
 
-def _version_assumed(cr: DataParallelDeployment) -> Condition:
+def installed_version(entries: list[GroupStatus], revision: str) -> str | None:
+    """Version that launchers found in the image of this revision, if any has looked yet."""
+    found = [entry.engine_version for entry in entries if entry.revision == revision and entry.engine_version]
+    return min(found, key=versions.order) if found else None
+
+
+def _version_assumed(cr: DataParallelDeployment, current: list[GroupStatus], revision: str) -> Condition:
     version = cr.spec.engine.version or versions.from_image(cr.spec.engine.image)
+    installed = installed_version(current, revision)
+    if installed:
+        differs = cr.spec.engine.version and versions.parse(cr.spec.engine.version) != versions.order(installed)[:2]
+        said = f"; engine.version says {cr.spec.engine.version}, the image decides" if differs else ""
+        return _condition("VersionAssumed", False, "VersionKnown", f"vLLM {installed}, found in the image{said}")
     if version:
         return _condition("VersionAssumed", False, "VersionKnown", f"vLLM {version}")
     return _condition(

@@ -27,6 +27,12 @@ def from_image(image: str) -> str | None:
     return match.group(1) if match else None
 
 
+def order(version: str) -> tuple[int, ...]:
+    """Sort key of a version string; one that cannot be read sorts last."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match.group(1).split(".")) if match else (1_000_000,)
+
+
 def parse(version: str) -> tuple[int, int]:
     """(major, minor) of a version string that begins with two numbers; ValueError otherwise."""
     match = re.match(r"(\d+)\.(\d+)", version)

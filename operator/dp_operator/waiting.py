@@ -88,9 +88,22 @@ def describe(objects: IncarnationObjects, now: float, monitor_error: str) -> Wai
             hint = f"; not {word}: {missing}" if missing else ""
             if word == "connected" and snapshot.listening_at is None and size > plan.head_ranks:
                 hint = "; the head's engine does not listen for ranks yet"
-            return Waiting(f"{prefix}{hint}"[:1024], stages, look_again_at)
-    text = f"all {size} ranks ready {elapsed} after release; the API of {plan.head_pod} does not answer yet"
+            return Waiting(f"{prefix}{hint}{_warnings(snapshot)}"[:1024], stages, look_again_at)
+    text = f"all {size} ranks ready {elapsed} after release; "
+    text += (snapshot.ready_at and unready(objects)) or f"the API of {plan.head_pod} does not answer yet"
     return Waiting(text, stages, look_again_at)
+
+
+def unready(objects: IncarnationObjects) -> str:
+    """Name the pods whose API is not ready; in an Internal group only the head has one."""
+    waiting = [pod for pod in objects.serving_pods if not pod.ready]
+    if not waiting:
+        return ""
+    named = [_pod_words(pod.name, pod) for pod in waiting[:_NAMED_PODS]]
+    more = f", and {len(waiting) - len(named)} more" if len(waiting) > len(named) else ""
+    if waiting == [objects.head]:
+        return f"head {waiting[0].name} is not ready"
+    return f"not ready: {'pods' if len(waiting) > 1 else 'pod'} {', '.join(named)}{more}"
 
 
 def _before_release(
@@ -113,6 +126,7 @@ def _before_release(
     text = f"{count_ranks(arrived)} of {plan.size} ranks arrived"
     if words:
         text += f"; waiting for {words}"
+    text += _warnings(snapshot)
     look_again_at = None
     relay = objects.head.relay if objects.head else None
     running_since = seconds(relay.state.running.started_at) if relay and relay.state.running else None
@@ -122,6 +136,13 @@ def _before_release(
         else:
             look_again_at = running_since + _MONITOR_PATIENCE_S
     return text[:1024], look_again_at
+
+
+def _warnings(snapshot: Snapshot | None) -> str:
+    """What the launchers noticed before the start, such as a /dev/shm that is too small."""
+    if snapshot is None or not snapshot.warnings:
+        return ""
+    return f" (preflight: {'; '.join(snapshot.warnings)})"[:400]
 
 
 def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:

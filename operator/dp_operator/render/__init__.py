@@ -1,0 +1,66 @@
+"""Every object of a DataParallelDeployment as a pure function of its spec. No clock, no API call.
+
+Two families (see docs/architecture.md):
+
+* objects of one incarnation: created once by POST, never edited, deleted together;
+* objects that live as long as the custom resource: applied by server-side apply and repaired.
+
+No object depends on the version of vLLM; command lines do, and their items carry the range of versions they are for.
+"""
+
+from __future__ import annotations
+
+from dp_operator.render.argv import ArgvItem, engine_argv, resolve
+from dp_operator.render.base import Incarnation, Manifest, Settings, owner_reference
+from dp_operator.render.devices import seen_by_rank, slot_devices
+from dp_operator.render.gang import pod_group
+from dp_operator.render.launchplan import config_map, launch_plan
+from dp_operator.render.pods import GRACE_MARGIN_S, head_pod, multiply, stateful_sets
+from dp_operator.render.services import client_service, disruption_budget, network_policy, rpc_service
+from dp_operator.render.shape import (
+    api_ports,
+    api_server_count,
+    devices_per_pod,
+    devices_per_rank,
+    head_ranks,
+    pods,
+    ranks_of,
+    serves,
+    supervised,
+    worker_pods,
+    worker_sets,
+)
+
+__all__ = [
+    "GRACE_MARGIN_S",
+    "ArgvItem",
+    "Incarnation",
+    "Manifest",
+    "Settings",
+    "api_ports",
+    "api_server_count",
+    "client_service",
+    "config_map",
+    "devices_per_pod",
+    "devices_per_rank",
+    "disruption_budget",
+    "engine_argv",
+    "head_pod",
+    "head_ranks",
+    "launch_plan",
+    "multiply",
+    "network_policy",
+    "owner_reference",
+    "pod_group",
+    "pods",
+    "ranks_of",
+    "resolve",
+    "rpc_service",
+    "seen_by_rank",
+    "serves",
+    "slot_devices",
+    "stateful_sets",
+    "supervised",
+    "worker_pods",
+    "worker_sets",
+]

@@ -1,0 +1,63 @@
+"""Which accelerators each container may use, and what each rank makes of them."""
+
+from __future__ import annotations
+
+from dp_operator import naming, versions
+from dp_operator.api import Spec
+from dp_operator.render.shape import devices_per_pod
+
+
+def slot_devices(spec: Spec, slot: int) -> range:
+    """Device indices of a slot, contiguous."""
+    width = devices_per_pod(spec)
+    return range(slot * width, (slot + 1) * width)
+
+
+def device_labels(spec: Spec, slot: int | None) -> dict[str, str]:
+    """One label per device index, so that pods of different widths and objects still exclude each other."""
+    if slot is None:
+        return {}
+    return {f"{naming.LABEL_DEVICE}{index}": "used" for index in slot_devices(spec, slot)}
+
+
+def anti_affinity(spec: Spec, slot: int) -> list[dict[str, object]]:
+    """Keep pods that use one of this slot's devices, of whatever object and namespace, off the node."""
+    return [
+        {
+            "topologyKey": "kubernetes.io/hostname",
+            "namespaceSelector": {},
+            "labelSelector": {"matchExpressions": [{"key": key, "operator": "Exists"}]},
+        }
+        for key in device_labels(spec, slot)
+    ]
+
+
+def seen_by_rank(visible: str, *, local_rank: int, world: int, version: str, env_name: str) -> list[str]:
+    """Devices that one local rank ends up with, as vLLM of that version slices them (protocol notes §6).
+
+    `visible` is the value of the visible-devices variable in the container, empty if it is not set; `world` is tensor x
+    pipeline parallel size. Local ranks count from 0 in every pod. Gives device names of the node ("3"), or indices of
+    what the container has where the variable is not set.
+
+    * below 0.11.2, and for other platforms than CUDA and ROCm until 0.23: the launcher of vLLM sets the variable anew
+      for each rank, to the items local_rank x world … (before 0.18 or so they have to be integers);
+    * 0.11.2 to 0.23 on CUDA: the variable stays, the worker adds local_rank x world to its own local rank;
+    * from 0.24: the list of each rank goes into its configuration.
+
+    All three give the same items; they differ in what they accept. Raises ValueError where vLLM ends: too few items,
+    or names where only integers are read.
+    """
+    first = local_rank * world
+    if not visible:
+        return [str(index) for index in range(first, first + world)]
+    items = [item.strip() for item in visible.split(",")]
+    if first + world > len(items):
+        raise ValueError(
+            f"{env_name}={visible}: local rank {local_rank} needs the devices {first} to {first + world - 1} of it"
+        )
+    mine = items[first : first + world]
+    cuda_like = env_name in {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
+    rewrites = versions.parse(version) < (0, 24) and not (cuda_like and versions.parse(version) >= (0, 12))
+    if rewrites and versions.parse(version) < (0, 18) and not all(item.isdigit() for item in mine):
+        raise ValueError(f"{env_name}={visible}: vLLM {version} reads integers only")
+    return mine
