@@ -93,4 +93,5 @@ test: lint unit component chart e2e ## Everything
 
 .PHONY: bench
 bench: $(STAMP) up images install ## The numbers of docs/performance.md
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench.operator_bench
+	$(BIN)/python tests/bench/handshake_bench.py

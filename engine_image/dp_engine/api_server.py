@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Sequence
 
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dp_engine import logs, processes
 from dp_engine.client import EngineClient, EngineDeadError
@@ -34,7 +34,10 @@ DEATH_NOTICE_S = 1.0
 
 
 class ApiServer(Struct, frozen=True, kw_only=True):
-    """Everything one API server needs. `listener` is bound, not listening; `engines` are children to watch."""
+    """Everything one API server needs. `listener` is bound, not listening; `engines` are children to watch.
+
+    `stats_fd` gives the coordinator's address once the handshake is over, where READY brings it (up to 0.19).
+    """
 
     index: int
     launch: Launch
@@ -45,6 +48,7 @@ class ApiServer(Struct, frozen=True, kw_only=True):
     metrics: SharedMetrics
     stopper: Stopper | None = None  # when signals were already caught before this server started
     engines: Sequence[Child] = ()
+    stats_fd: int | None = None
 
 
 def run_api_server(server: ApiServer) -> int:
@@ -59,11 +63,14 @@ async def _run(server: ApiServer) -> int:
         loop.add_signal_handler(number, stop.set)
     if server.stopper is not None and server.stopper.requested:
         return 0
+    stopping = asyncio.create_task(stop.wait())
+    if server.stats_fd is not None:
+        server = structs.replace(server, stats_address=await _read_address(server.stats_fd, stopping))
     client = _make_client(server)
     watcher = asyncio.create_task(_watch_engines(server.engines, client))
-    stopping = asyncio.create_task(stop.wait())
     dying = asyncio.create_task(client.died.wait())
-    timeout_s = float(os.environ.get(ENGINE_READY_TIMEOUT_ENV, "600"))
+    from_env = wire_of(server.options.version).ready_timeout_from_env
+    timeout_s = float(os.environ.get(ENGINE_READY_TIMEOUT_ENV, "600")) if from_env else 600.0
     connecting = asyncio.create_task(client.connect(timeout_s=timeout_s))
     await asyncio.wait({stopping, connecting, dying}, return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -83,10 +90,22 @@ async def _run(server: ApiServer) -> int:
         client.close()
 
 
+async def _read_address(fd: int, stopping: asyncio.Task[bool]) -> str | None:
+    """What the launcher writes before it closes its end; None when that is nothing, or when told to stop first."""
+    readable = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, readable.set)
+    waiting = asyncio.create_task(readable.wait())
+    await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    loop.remove_reader(fd)
+    return os.read(fd, 4096).decode() or None if readable.is_set() else None
+
+
 def _make_client(server: ApiServer) -> EngineClient:
     launch, sockets = server.launch, server.sockets
     return EngineClient(
-        ranks=range(launch.size),
+        ranks=launch.managed_ranks,
         client=server.index,
         clients=launch.api_servers,
         waves=launch.coordinated,
@@ -95,6 +114,7 @@ def _make_client(server: ApiServer) -> EngineClient:
         outputs=sockets.outputs,
         stats=None if server.stats_address is None else connect_stats(sockets.context, server.stats_address),
         metrics=server.metrics.writer(server.index),
+        subscribe=lambda address: connect_stats(sockets.context, address),
     )
 
 

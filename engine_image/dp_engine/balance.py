@@ -1,18 +1,21 @@
-"""Which engine gets the next request: vLLM's score since 0.27 (protocol notes §5). Pure."""
+"""Which engine gets the next request: vLLM's scores of three generations (protocol notes §5). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dp_engine.versions import NEWEST_WIRE, Wire
+
 
 class Balancer:
     """Counts of one front end's engines: what the coordinator said last plus what was sent since.
 
-    `clients` front ends share the engines; `client` is the index of this one.
+    `clients` front ends share the engines; `client` is the index of this one. `wire` says how a release scores.
     """
 
-    def __init__(self, *, engines: int, client: int, clients: int) -> None:
+    def __init__(self, *, engines: int, client: int, clients: int, wire: Wire = NEWEST_WIRE) -> None:
+        self._wire = wire
         self._clients = clients
         self._counts: list[tuple[int, int, float]] = [(0, 0, 0.0)] * engines
         self._in_flight = [0] * engines
@@ -31,6 +34,8 @@ class Balancer:
     def score(self, engine: int) -> float:
         """Smaller is better. Own requests are a floor: counts from the coordinator may be 100 ms old."""
         waiting, running, kv_usage = self._counts[engine]
+        if not self._wire.balance_by_in_flight:
+            return 4 * waiting + running
         pressure = 6 * waiting * max(0.0, kv_usage - 0.5) if waiting else 0.0
         return max(self._clients * self._in_flight[engine], waiting + running) + pressure
 
@@ -39,7 +44,8 @@ class Balancer:
         engines = len(self._counts)
         order = [(self._start + offset) % engines for offset in range(engines)]
         chosen = min(order, key=self.score)  # min keeps the first of equals, which is vLLM's tie rule
-        self._start = (self._start + 1) % engines
+        if self._wire.rotating_start:
+            self._start = (self._start + 1) % engines
         waiting, running, kv_usage = self._counts[chosen]
         self._counts[chosen] = (waiting + self._clients, running, kv_usage)
         self.sent(chosen)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from msgspec import Struct
 
 from dp_engine import logs, wire
 from dp_engine.balance import Balancer
+from dp_engine.logprobs import TokenLogprob, unpack
 from dp_engine.metrics import Writer
 from dp_engine.versions import Wire
 from dp_engine.wire import FinishReason
@@ -34,6 +36,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class _Pending:
@@ -47,7 +50,11 @@ class _Pending:
 
 
 class EngineClient:
-    """`ranks` are the engines that this front end manages, by global rank."""
+    """`ranks` are the engines that this front end manages, by global rank.
+
+    `subscribe` connects to the coordinator's counts when the address comes only with the engines' first frames, as it
+    does on nodes that are not the head's. Without a coordinator there is no such address.
+    """
 
     def __init__(
         self,
@@ -61,16 +68,22 @@ class EngineClient:
         outputs: zmq.Socket[bytes],
         stats: zmq.Socket[bytes] | None,
         metrics: Writer,
+        subscribe: Callable[[str], zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._ranks = list(ranks)
         self._position = {rank: position for position, rank in enumerate(ranks)}
         self._client = client
+        self._family = family
+        self._subscribe = subscribe
         self._announces_waves = waves and family.front_end_starts_waves
         self._inputs = zmq.asyncio.Socket.from_socket(inputs)
         self._outputs = zmq.asyncio.Socket.from_socket(outputs)
         self._stats = None if stats is None else zmq.asyncio.Socket.from_socket(stats)
         self._metrics = metrics
-        self._balancer = Balancer(engines=len(self._ranks), client=client, clients=clients)
+        self._balancer = Balancer(engines=len(self._ranks), client=client, clients=clients, wire=family)
+        self.max_model_len: int | None = None  # the least of what the engines said
+        self.blocks = 0  # cache blocks of all engines
+        self.finished_waves = 0  # offline, where engines report to their client
         self._pending: dict[str, _Pending] = {}
         self._engine_of: dict[str, int] = {}  # until the engine itself says that the request is finished
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -80,6 +93,10 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self.dead: str | None = None
         self.died = asyncio.Event()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return tuple(self._ranks)
 
     @property
     def engine_count(self) -> int:
@@ -105,12 +122,22 @@ class EngineClient:
             rank = int.from_bytes(identity, "little")
             missing.discard(rank)
             if response:
-                wire.decode(response)
+                self._take_response(wire.decode(response))
         self._tasks = [asyncio.create_task(self._read_outputs())]
         if self._stats is not None:
             self._tasks.append(asyncio.create_task(self._read_stats(self._stats)))
         # Engines answer only after the coordinator's READY, so this is the last barrier before the port opens.
         await asyncio.gather(*(self.call(rank, "get_supported_tasks") for rank in self._ranks))
+
+    def _take_response(self, response: dict[str, Any]) -> None:
+        """An engine's first frame since 0.20: its limits, and where the coordinator publishes."""
+        length = response.get("max_model_len")
+        if isinstance(length, int):
+            self.max_model_len = length if self.max_model_len is None else min(length, self.max_model_len)
+        self.blocks += response.get("num_gpu_blocks") or 0
+        address = response.get("dp_stats_address")
+        if address and self._stats is None and self._subscribe is not None:
+            self._stats = zmq.asyncio.Socket.from_socket(self._subscribe(address))
 
     async def call(self, rank: int, method: str, *arguments: object) -> Any:
         """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDeadError."""
@@ -149,6 +176,7 @@ class EngineClient:
             rank=None if position is None else rank,
             client_index=self._client,
             wave=self._wave,
+            layout=self._family.add_layout,
         )
         self._send(rank, wire.ADD, payload)
         if self._announces_waves and not self._group_running and self._stats is not None:
@@ -189,7 +217,7 @@ class EngineClient:
                 continue
             try:
                 self._take(wire.decode_outputs(frames[0]))
-            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as failure:
+            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError, struct.error) as failure:
                 logs.error(f"Dropped a malformed output: {type(failure).__name__}: {failure}")
 
     def _take(self, message: wire.Outputs) -> None:
@@ -201,6 +229,7 @@ class EngineClient:
                     token_ids=item[1],
                     finish=None if finish is None else FinishReason(finish),
                     stop_reason=item[6] if len(item) > 6 else None,
+                    logprobs=unpack(item[2]) if len(item) > 2 and item[2] else None,
                 )
                 pending.queue.put_nowait(delta)
         for request_id in message.finished or ():
@@ -214,6 +243,8 @@ class EngineClient:
                 waiting=message.stats.get("num_waiting_reqs") or 0,
                 kv_usage=message.stats.get("kv_cache_usage") or 0.0,
             )
+        if message.wave_complete is not None:
+            self.finished_waves += 1
         if message.utility is not None:
             call_id, failure, result = message.utility
             future = self._calls.pop(call_id, None)

@@ -39,7 +39,7 @@ class Coordinator:
         self.started = False
         self.wave = 0
         self.running = False
-        self._counts: list[list[Any]] = [[0, 0, 0.0] for _ in range(size)]
+        self._counts = [self._no_counts() for _ in range(size)]
         self._snapshot: list[list[Any]] | None = None
         self._stats_at = (0, -1)  # (wave, step) of the newest counts
         self._changed = False
@@ -74,21 +74,44 @@ class Coordinator:
             self.started = True
             self._published_s = now
             return [Send("back", [wire.COORDINATOR_READY])]
-        # A late subscriber needs READY too; those that already run ignore the repetition.
-        return [Send("back", [wire.COORDINATOR_READY])] if frame == wire.SUBSCRIBE else []
+        # A late subscriber needs READY too; those that already run ignore the repetition. Before 0.17 nobody listened.
+        greets = frame == wire.SUBSCRIBE and self._wire.late_subscribers
+        return [Send("back", [wire.COORDINATOR_READY])] if greets else []
 
     def from_front(self, frame: bytes) -> list[Send]:
-        """A frame of a front end: a subscription, or (up to 0.32) the first request of a paused group."""
+        """A frame of a front end: a subscription, a scale notice, or (up to 0.32) a paused group's first request."""
         if frame in {b"\x00", b"\x01"}:
             return []
         try:
-            excluded, wave = wire.decode(frame)
+            what, number = wire.decode(frame)
         except (DecodeError, TypeError, ValueError):
             return []
-        if not self._waves or not self._wire.front_end_starts_waves or not isinstance(wave, int) or self.running:
+        if not isinstance(number, int):
+            return []
+        if what == wire.SCALE_NOTICE:
+            self._scale(number)
+            return []
+        if not self._waves or not self._wire.front_end_starts_waves or self.running:
             return []
         # A stale wave: the engine that got the request may have finished it already, so nobody is left out.
-        return [self._start(self.wave, excluded if wave >= self.wave else None)]
+        start = self._start(self.wave, what if number >= self.wave else None)
+        if not self._wire.front_end_marks_running:
+            return [start]
+        self.running = True
+        return [self._publish(None), start]
+
+    def _scale(self, size: int) -> None:
+        """Elastic expert parallelism has changed the number of ranks: the table grows or shrinks at its end."""
+        if size < 1:
+            return
+        if size > self._size and self._wire.scale_resets_running:
+            self.running = False
+        added = [self._no_counts() for _ in range(size - self._size)]
+        self._counts = [*self._counts[:size], *added]
+        self._size, self._snapshot = size, None
+
+    def _no_counts(self) -> list[Any]:
+        return [0, 0, 0.0][: self._wire.counts_width]
 
     def from_engine(self, frame: bytes) -> list[Send]:
         """An outputs array of an engine. Raises msgspec.DecodeError or ValueError when it is none."""
@@ -122,7 +145,7 @@ class Coordinator:
             int(stats.get("num_waiting_reqs") or 0),
             int(stats.get("num_running_reqs") or 0),
             float(stats.get("kv_cache_usage") or 0.0),
-        ]
+        ][: self._wire.counts_width]
         self._changed = True
 
     def _publish(self, counts: list[list[Any]] | None) -> Send:

@@ -27,7 +27,7 @@ class DataSockets(Struct, frozen=True, kw_only=True):
 
 def bind_data_sockets(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> DataSockets:
     """Raises zmq.ZMQError when the head's address is not an address of this machine."""
-    inputs, input_address = bind_socket(context, zmq.ROUTER, host=launch.address, local_only=launch.all_local)
-    outputs, output_address = bind_socket(context, zmq.PULL, host=launch.address, local_only=launch.all_local)
+    inputs, input_address = bind_socket(context, zmq.ROUTER, host=launch.address, local_only=launch.clients_are_local)
+    outputs, output_address = bind_socket(context, zmq.PULL, host=launch.address, local_only=launch.clients_are_local)
     endpoints = DataEndpoints(inputs=input_address, outputs=output_address)
     return DataSockets(context=context, inputs=inputs, outputs=outputs, endpoints=endpoints)

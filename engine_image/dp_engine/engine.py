@@ -9,31 +9,35 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 from msgspec import Struct
 
-from dp_engine import faults, handshake, logs, wire
+from dp_engine import devices, faults, handshake, logs, wire
 from dp_engine.endpoints import connect_socket
+from dp_engine.faults import Armed
 from dp_engine.modes import Launch
 from dp_engine.options import Options
 from dp_engine.processes import Stopper
 from dp_engine.rendezvous import Group, GroupBrokenError, join
 from dp_engine.scheduler import Scheduler
 from dp_engine.versions import wire_of
-from dp_engine.waves import Waves
+from dp_engine.waves import Finished, Waves
 from dp_engine.wire import Outputs
 
 INIT_TIMEOUT_S = 300
-DEVICE_ENV = "CUDA_VISIBLE_DEVICES"
 
 Socket = zmq.Socket[bytes]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What a rank's process is started with. `local` and `headless` are what it says in HELLO (§2.3)."""
+    """What a rank's process is started with. `local` and `headless` are what it says in HELLO (§2.3).
+
+    `own_handshake_address`: where this node's own front end shakes hands as well, when that is not the group's head
+    (§2.4). `devices` are those of the node that are this rank's.
+    """
 
     rank: int
     launch: Launch
@@ -41,6 +45,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     handshake_address: str
     local: bool
     headless: bool
+    own_handshake_address: str | None = None
+    platform: str = "cuda"
+    devices: tuple[str, ...] = ()
 
 
 def config_hash(options: Options, launch: Launch) -> str:
@@ -55,20 +62,31 @@ def config_hash(options: Options, launch: Launch) -> str:
         "enable_expert_parallel": options.expert_parallel,
         "enable_eplb": options.eplb,
         "enable_elastic_ep": options.elastic_ep,
+        "sync_interval_steps": options.sync_interval_steps,
+        "settings": options.group_settings,
     }
     return hashlib.sha256(msgspec.json.encode(common)).hexdigest()
+
+
+class _Shake(Struct, frozen=True, kw_only=True):
+    """One handshake: a node that serves by itself has two, with the head and with its own launcher."""
+
+    socket: Socket
+    local: bool
+    headless: bool
 
 
 def run_engine(config: EngineConfig) -> int:
     """Run one rank. Returns the exit code of its process."""
     rank, options = config.rank, config.options
     logs.info(f"Initializing a stand-in engine (v{options.version}) for {options.model}, DP rank {rank}")
-    logs.info(f"Visible devices: {DEVICE_ENV}={os.environ.get(DEVICE_ENV, '(unset)')}")
+    variable = devices.PLATFORMS[config.platform]
+    logs.info(f"Visible devices: {variable}={os.environ.get(variable, '(unset)')}")
+    logs.info(f"DP rank {rank} uses {config.platform} devices {','.join(config.devices)}")
     faults.sleep_if(options.faults, "slow-import", rank)
     faults.crash_if(options.faults, "crash-before-hello", rank)
     context: zmq.Context[Socket] = zmq.Context()
-    shake = connect_socket(context, zmq.DEALER, config.handshake_address, identity=wire.identity(rank), linger_ms=5000)
-    init = _say_hello(config, shake)
+    shakes, init = _shake_hands(config, context)
     faults.crash_if(options.faults, "crash-after-hello", rank)
     try:
         group = _join_group(config, init.parallel_config)
@@ -81,15 +99,12 @@ def run_engine(config: EngineConfig) -> int:
     core = EngineCore(config, context, init.addresses, group)
     if faults.find(options.faults, "hang-before-ready", rank):
         logs.warning("FAULT hang-before-ready strikes")
-        while True:
-            time.sleep(3600)
+        _sleep_for_ever()
     core.wait_for_coordinator()
-    _say_ready(config, shake)
-    stopper = Stopper()
-    if fault := faults.find(options.faults, "crash-after-ready", rank):
-        core.crash_at(time.monotonic() + fault.seconds, fault)
+    for shake in reversed(shakes):
+        _say_ready(config, shake, init.addresses)
     try:
-        core.serve(stopper)
+        core.serve()
     except Exception as failure:
         # vLLM's engines tell every front end before they die of an exception; a signal or exit tells nobody.
         logs.error(f"EngineCore encountered a fatal error: {type(failure).__name__}: {failure}")
@@ -100,21 +115,43 @@ def run_engine(config: EngineConfig) -> int:
     return 0
 
 
-def _say_hello(config: EngineConfig, shake: Socket) -> handshake.Init:
+def _sleep_for_ever() -> NoReturn:
+    while True:
+        time.sleep(3600)
+
+
+def _shake_hands(config: EngineConfig, context: zmq.Context[Socket]) -> tuple[list[_Shake], handshake.Init]:
+    """HELLO and INIT, once or twice. The head's INIT counts; of the second one only inputs and outputs do."""
+    head, init = _say_hello(config, context, config.handshake_address, local=config.local)
+    if config.own_handshake_address is None:
+        return [head], init
+    own, second = _say_hello(config, context, config.own_handshake_address, local=True)
+    addresses = msgspec.structs.replace(
+        init.addresses, inputs=second.addresses.inputs, outputs=second.addresses.outputs
+    )
+    return [head, own], msgspec.structs.replace(init, addresses=addresses)
+
+
+def _say_hello(
+    config: EngineConfig, context: zmq.Context[Socket], address: str, *, local: bool
+) -> tuple[_Shake, handshake.Init]:
     rank = config.rank
+    socket = connect_socket(context, zmq.DEALER, address, identity=wire.identity(rank), linger_ms=5000)
+    shake = _Shake(socket=socket, local=local, headless=config.headless)
     if fault := faults.find(config.options.faults, "garbage-frame", rank):
         faults.struck(fault)
-        shake.send(b"\xc1garbage")
-    shake.send(handshake.hello(local=config.local, headless=config.headless))
-    logs.info(f"HELLO sent to {config.handshake_address} (local={config.local}, headless={config.headless})")
-    if not shake.poll(INIT_TIMEOUT_S * 1000):
+        socket.send(b"\xc1garbage")
+    hello = handshake.hello(local=local, headless=config.headless)
+    socket.send(hello)
+    logs.info(f"HELLO sent to {address} (local={local}, headless={config.headless})")
+    if not socket.poll(INIT_TIMEOUT_S * 1000):
         raise RuntimeError("Did not receive response from front-end process within 5 minutes")
-    init = handshake.decode_init(shake.recv())
+    init = handshake.decode_init(socket.recv())
     logs.info("INIT received")
     if fault := faults.find(config.options.faults, "duplicate-rank", rank):
         faults.struck(fault)
-        shake.send(handshake.hello(local=config.local, headless=config.headless))
-    return init
+        socket.send(hello)
+    return shake, init
 
 
 def _join_group(config: EngineConfig, parallel_config: dict[str, Any]) -> Group | None:
@@ -130,13 +167,24 @@ def _join_group(config: EngineConfig, parallel_config: dict[str, Any]) -> Group 
     return group
 
 
-def _say_ready(config: EngineConfig, shake: Socket) -> None:
-    digest = config_hash(config.options, config.launch) if config.launch.coordinated else None
-    if fault := faults.find(config.options.faults, "wrong-hash", config.rank):
+def _say_ready(config: EngineConfig, shake: _Shake, addresses: handshake.Addresses) -> None:
+    options, family = config.options, wire_of(config.options.version)
+    compares = config.launch.coordinated and family.ready_has_hash
+    digest = config_hash(options, config.launch) if compares else None
+    if fault := faults.find(options.faults, "wrong-hash", config.rank):
         faults.struck(fault)
         digest = "0" * 64
-    shake.send(handshake.ready(local=config.local, headless=config.headless, config_hash=digest))
-    shake.close()
+    elastic = {"coord_store_port": 0, "elastic_ep_max_dp_size": config.launch.size, "num_redundant_experts": 0}
+    message = handshake.ready(
+        local=shake.local,
+        headless=shake.headless,
+        config_hash=digest,
+        blocks=wire.NUM_BLOCKS if family.ready_has_blocks else None,
+        stats_address=addresses.frontend_stats_publish_address,
+        elastic=elastic if options.elastic_ep and family.elastic_ready_keys else None,
+    )
+    shake.socket.send(message)
+    shake.socket.close()
     logs.info("READY sent")
 
 
@@ -153,9 +201,14 @@ class EngineCore:
         self._config = config
         self._rank = config.rank
         self._group = group
-        family = wire_of(config.options.version)
-        self._waves = Waves(rank=config.rank, wire=family) if group is not None else None
-        self._scheduler = Scheduler(rank=config.rank, max_num_seqs=config.options.max_num_seqs)
+        options = config.options
+        self._wire = wire_of(options.version)
+        self._waves = None
+        if group is not None:
+            self._waves = Waves(rank=config.rank, wire=self._wire, sync_interval_steps=options.sync_interval_steps)
+        self._scheduler = Scheduler(
+            rank=config.rank, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens
+        )
         identity = wire.identity(config.rank)
         self._inputs = [
             connect_socket(context, zmq.DEALER, address, identity=identity, linger_ms=4000)
@@ -171,22 +224,29 @@ class EngineCore:
             self._coordinator_out = connect_socket(context, zmq.PUSH, addresses.coordinator_output, linger_ms=4000)
             self._coordinator_in.send(wire.SUBSCRIBE)
         self._send_first_frames(addresses)
-        rate = config.options.tokens_per_second
-        self._interval_s = 1 / rate if rate > 0 else 0.0
+        # Dense ranks of 0.14 to 0.26 keep their counts to themselves.
+        self._tells_counts = self._wire.dense_counts or group is not None
+        self._interval_s = 1 / options.tokens_per_second if options.tokens_per_second > 0 else 0.0
         self._next_step_s: float | None = None
         self._told_counts: tuple[int, int] | None = None
         self._sleeping = False
         self._requests_seen = 0
         self._drain_until_s: float | None = None
-        self._crash: tuple[float, faults.Fault] | None = None
+        # Made when service begins: until then SIGTERM ends the process at once, and faults count from READY.
+        self._armed: Armed
+        self._stopper: Stopper
+        self._poller = zmq.Poller()
+        self._ballast: list[bytes] = []
 
     def _send_first_frames(self, addresses: handshake.Addresses) -> None:
         options, launch = self._config.options, self._config.launch
         response = wire.ready_response(
+            keys=self._wire.first_frame_keys,
             rank=self._rank,
             version=options.version,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             # A dense rank is an engine of its own: it knows of no group since 0.14.
@@ -205,51 +265,97 @@ class EngineCore:
             logs.info("Waiting for READY message from DP Coordinator...")
         self._coordinator_in.recv()
 
-    def crash_at(self, time_s: float, fault: faults.Fault) -> None:
-        """Crash at this monotonic time, for tests."""
-        self._crash = (time_s, fault)
-
     def tell_dead(self) -> None:
         for socket in self._outputs:
             socket.send(wire.ENGINE_CORE_DEAD)
 
-    def serve(self, stopper: Stopper) -> None:
+    def serve(self) -> None:
         """Answer until SIGTERM, then drain for --shutdown-timeout. Raises GroupBrokenError when a peer is gone."""
-        poller = zmq.Poller()
+        self._armed = Armed(self._config.options.faults, rank=self._rank, now=time.monotonic())
+        self._stopper = Stopper(pokes=self._armed.waits_for_signal)
         for socket in self._inputs:
-            poller.register(socket, zmq.POLLIN)
+            self._poller.register(socket, zmq.POLLIN)
         if self._coordinator_in is not None:
-            poller.register(self._coordinator_in, zmq.POLLIN)
-        poller.register(stopper.fd, zmq.POLLIN)
+            self._poller.register(self._coordinator_in, zmq.POLLIN)
+        self._poller.register(self._stopper.fd, zmq.POLLIN)
         while True:
-            events = dict(poller.poll(self._timeout_ms()))
-            if self._crash is not None and time.monotonic() >= self._crash[0]:
-                faults.crash(self._crash[1])
-            if stopper.requested and self._drain_until_s is None:
-                timeout_s = self._config.options.shutdown_timeout_s
-                logs.info(f"Shutting down: {sum(self._scheduler.counts)} requests, draining for {timeout_s:g} s")
-                self._drain_until_s = time.monotonic() + timeout_s
-                poller.unregister(stopper.fd)
-            if self._drain_until_s is not None and (
-                not self._scheduler.unfinished or time.monotonic() >= self._drain_until_s
-            ):
+            events = dict(self._poller.poll(self._timeout_ms()))
+            if self._stopper.fd in events:
+                self._signalled()
+            self._strike()
+            if self._drained():
                 return
             for socket in self._inputs:
                 if socket in events and not self._drain_input(socket):
-                    poller.unregister(socket)
+                    self._poller.unregister(socket)
             if self._coordinator_in is not None and self._coordinator_in in events:
                 self._from_coordinator(self._coordinator_in.recv_multipart())
-            self._tell_counts()
-            if self._busy() and self._step_is_due():
-                self._step(stopper)
+            if self._wire.counts_before_step:
                 self._tell_counts()
+            stepped = self._busy() and self._step_is_due()
+            if stepped and not self._step():
+                return
+            if stepped or not self._busy():
+                self._tell_counts()
+
+    def _signalled(self) -> None:
+        self._stopper.clear()
+        now = time.monotonic()
+        if self._stopper.poked:
+            self._stopper.poked = False
+            self._armed.signalled(now)
+        if self._stopper.requested and self._drain_until_s is None:
+            timeout_s = self._config.options.shutdown_timeout_s
+            logs.info(f"Shutting down: {sum(self._scheduler.counts)} requests, draining for {timeout_s:g} s")
+            self._drain_until_s = now + timeout_s
+
+    def _drained(self) -> bool:
+        """Told to stop, and either nothing is left or the time is up."""
+        if self._drain_until_s is None:
+            return False
+        return not self._scheduler.unfinished or time.monotonic() >= self._drain_until_s
+
+    def _strike(self) -> None:
+        """Suffer the faults that are due."""
+        for fault in self._armed.due(time.monotonic()):
+            match fault.kind:
+                case "crash" | "crash-after-ready":
+                    faults.crash(fault)
+                case "fatal":
+                    faults.struck(fault)
+                    raise RuntimeError("fault fatal")
+                case "hang":
+                    faults.struck(fault)
+                    _sleep_for_ever()
+                case "stop-reading":
+                    faults.struck(fault)
+                    for socket in self._inputs:
+                        if socket in self._poller:
+                            self._poller.unregister(socket)
+                case "drop-coordinator":
+                    faults.struck(fault)
+                    self._drop_coordinator()
+                case "grow-memory":
+                    self._ballast.append(b"x" * (fault.mib * 2**20))
+                    faults.struck(fault, f"{len(self._ballast) * fault.mib} MiB")
+                case "garbage-output":
+                    faults.struck(fault)
+                    for socket in self._outputs:
+                        socket.send(b"\xc1garbage")
+
+    def _drop_coordinator(self) -> None:
+        if self._coordinator_in is not None and self._coordinator_out is not None:
+            self._poller.unregister(self._coordinator_in)
+            self._coordinator_in.close()
+            self._coordinator_out.close()
+        self._coordinator_in = self._coordinator_out = None
 
     def _busy(self) -> bool:
         return self._scheduler.unfinished or (self._waves is not None and self._waves.running)
 
     def _timeout_ms(self) -> int | None:
-        """Until the next step, or None: until something comes."""
-        ends = [time_s for time_s in (self._drain_until_s, self._crash[0] if self._crash else None) if time_s]
+        """Until the next step or fault, or None: until something comes."""
+        ends = [time_s for time_s in (self._drain_until_s, self._armed.next_s) if time_s is not None]
         if self._busy():
             ends.append(self._next_step_s if self._next_step_s is not None else time.monotonic())
         if not ends:
@@ -267,22 +373,19 @@ class EngineCore:
         self._next_step_s = max(self._next_step_s + self._interval_s, now)
         return True
 
-    def _step(self, stopper: Stopper) -> None:
-        """One token for every running request; in a lock-stepped group, together with all other ranks."""
+    def _step(self) -> bool:
+        """One token for every running request; in a lock-stepped group, together with all other ranks.
+
+        False when told to stop in the middle.
+        """
         outputs = self._scheduler.step()
         if self._waves is not None and self._group is not None:
             # A rank without requests takes part too: that is vLLM's dummy batch.
-            unfinished = self._group.any(
-                mine=self._scheduler.unfinished,
-                wake_fd=stopper.fd,
-                timeout_s=self._config.options.cpu_distributed_timeout_s,
-            )
+            unfinished = self._unfinished_anywhere(self._group)
             if unfinished is None:
-                return
+                return False
             if done := self._waves.stepped(any_unfinished=unfinished):
-                if done.report is not None:
-                    self._to_coordinator(Outputs(engine=self._rank, wave_complete=done.report))
-                logs.info(f"Wave {self._waves.wave - 1} complete")
+                self._wave_is_complete(done, self._waves.wave - 1)
         stats: dict[str, Any] | None = self._stats()
         for client, message in outputs.items():
             # One front end hears the counts; the newest value wins when metrics are merged.
@@ -290,6 +393,29 @@ class EngineCore:
             stats = None
         if not self._busy():
             self._next_step_s = None
+        return True
+
+    def _unfinished_anywhere(self, group: Group) -> bool | None:
+        """The group's answer, None when this rank was told to stop before the others gave theirs."""
+        mine = self._scheduler.unfinished
+        while True:
+            answer = group.any(
+                mine=mine, wake_fd=self._stopper.fd, timeout_s=self._config.options.cpu_distributed_timeout_s
+            )
+            if answer is not None:
+                return answer
+            self._signalled()
+            self._strike()
+            if self._drained():
+                return None
+
+    def _wave_is_complete(self, done: Finished, wave: int) -> None:
+        logs.info(f"Wave {wave} complete")
+        if self._coordinator_out is None:
+            # Offline there is no coordinator: every rank tells its own client.
+            self._to_client(0, Outputs(engine=self._rank, wave_complete=wave))
+        elif done.report is not None:
+            self._to_coordinator(Outputs(engine=self._rank, wave_complete=done.report))
 
     def _stats(self) -> dict[str, Any]:
         waiting, running = self._scheduler.counts
@@ -302,19 +428,25 @@ class EngineCore:
         }
 
     def _tell_counts(self) -> None:
-        """Tell the coordinator when the counts have changed, before and after a step."""
+        """Tell the coordinator when the counts have changed: after a step, since 0.22 also before it."""
         counts = self._scheduler.counts
+        if not self._tells_counts:
+            return
         if counts != self._told_counts and self._coordinator_out is not None:
             self._told_counts = counts
             self._to_coordinator(Outputs(engine=self._rank, stats=self._stats()))
 
     def _to_coordinator(self, message: Outputs) -> None:
         if self._coordinator_out is not None:
-            self._coordinator_out.send(wire.encode_outputs(message, now=time.monotonic()))
+            self._coordinator_out.send(self._encoded(message))
 
     def _to_client(self, client: int, message: Outputs) -> None:
         if 0 <= client < len(self._outputs):
-            self._outputs[client].send(wire.encode_outputs(message, now=time.monotonic()))
+            self._outputs[client].send(self._encoded(message))
+
+    def _encoded(self, message: Outputs) -> bytes:
+        slot = self._wire.weight_version_slot
+        return wire.encode_outputs(message, now=time.monotonic(), weight_version_slot=slot)
 
     def _drain_input(self, socket: Socket) -> bool:
         """Take all that has come. False when a malformed request has made this input deaf, as it does in vLLM."""
@@ -365,8 +497,7 @@ class EngineCore:
             faults.struck(fault, f"request {fault.n}")
             if kind == "fatal-on-request":
                 raise RuntimeError("fault fatal-on-request")
-            while True:
-                time.sleep(3600)
+            _sleep_for_ever()
 
     def _from_coordinator(self, frames: list[bytes]) -> None:
         if frames[0] == wire.START_DP_WAVE and self._waves is not None:
@@ -377,7 +508,7 @@ class EngineCore:
         if wave is not None:
             self._to_coordinator(Outputs(engine=self._rank, start_wave=wave))
 
-    def _utility(self, method: str, _arguments: list[Any]) -> tuple[str | None, Any]:
+    def _utility(self, method: str, arguments: list[Any]) -> tuple[str | None, Any]:
         """(failure text, None) or (None, value)."""
         if self._drain_until_s is not None:
             return "Server shutting down", None
@@ -399,4 +530,11 @@ class EngineCore:
                 return None, []
             case "collective_rpc":
                 return None, [None]
+            case "inject_fault" if self._config.options.fault_endpoint:
+                try:
+                    fault = faults.parse_fault(str(arguments[0]))
+                except (ValueError, IndexError) as failure:
+                    return str(failure), None
+                self._armed.add(fault, now=time.monotonic())
+                return None, None
         return f"Call to {method} method failed: 'EngineCoreProc' object has no attribute {method!r}", None

@@ -1,7 +1,11 @@
 """Faults on demand: `--fault KIND[:key=value,...]`, so that tests can fail a rank at one exact point.
 
 `ranks=5-7;9` chooses ranks (default all; `;` or `+` separates ranges since `,` separates keys), `seconds=` a
-duration, `n=` which request, `code=` the exit status. DP_ENGINE_FAULT holds the same, faults separated by spaces.
+duration, `n=` which request, `code=` the exit status, `mib=` an amount of memory. DP_ENGINE_FAULT holds the same,
+faults separated by spaces.
+
+What strikes a serving rank (`RUNTIME`) can also come later: `on=signal` waits for SIGUSR1, and with
+--enable-fault-endpoint `POST /fault` sends one. Both are off unless asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +29,13 @@ KINDS: dict[str, str] = {
     "crash-before-hello": "exit before HELLO",
     "crash-after-hello": "exit once INIT has come",
     "crash-after-ready": "exit `seconds` after READY",
+    "crash": "the same; `seconds` count from READY or from when it was injected",
+    "fatal": "raise inside the engine: the front ends hear ENGINE_CORE_DEAD",
+    "hang": "stop doing anything; the process stays up",
+    "stop-reading": "take no more requests; those that run go on",
+    "drop-coordinator": "close the connections to the coordinator",
+    "grow-memory": "hold `mib` more MiB every second",
+    "garbage-output": "send bytes that are no message to every front end",
     "crash-on-request": "exit when the n-th request arrives",
     "fatal-on-request": "raise inside the engine on the n-th request: the front end hears ENGINE_CORE_DEAD",
     "hang-on-request": "stop answering from the n-th request on; the process stays up",
@@ -32,6 +43,10 @@ KINDS: dict[str, str] = {
     "wrong-hash": "send READY with a configuration hash of its own",
     "garbage-frame": "send bytes that are no message before HELLO",
 }
+
+RUNTIME = frozenset(
+    {"crash-after-ready", "crash", "fatal", "hang", "stop-reading", "drop-coordinator", "grow-memory", "garbage-output"}
+)
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -42,6 +57,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     n: int = 1
     code: int = 1
+    mib: int = 64
+    on_signal: bool = False
 
     def hits(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
@@ -61,7 +78,7 @@ def parse_fault(text: str) -> Fault:
     if kind not in KINDS:
         raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
     ranks: frozenset[int] | None = None
-    seconds, n, code = 0.0, 1, 1
+    seconds, n, code, mib, on_signal = 0.0, 1, 1, 64, False
     for item in filter(None, rest.split(",")):
         key, separator, value = item.partition("=")
         try:
@@ -74,13 +91,17 @@ def parse_fault(text: str) -> Fault:
                     n = int(value)
                 case "code":
                     code = int(value)
+                case "mib":
+                    mib = int(value)
+                case "on" if value == "signal" and kind in RUNTIME:
+                    on_signal = True
                 case _:
                     separator = ""
         except ValueError:
             separator = ""
         if not separator:
-            raise ValueError(f"fault {kind}: cannot use {item!r}; keys are ranks=, seconds=, n=, code=")
-    return Fault(kind=kind, ranks=ranks, seconds=seconds, n=n, code=code)
+            raise ValueError(f"fault {kind}: cannot use {item!r}; keys are ranks=, seconds=, n=, code=, mib=, on=")
+    return Fault(kind=kind, ranks=ranks, seconds=seconds, n=n, code=code, mib=mib, on_signal=on_signal)
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
@@ -91,6 +112,43 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
 
 def find(faults: Iterable[Fault], kind: str, rank: int) -> Fault | None:
     return next((fault for fault in faults if fault.kind == kind and fault.hits(rank)), None)
+
+
+class Armed:
+    """Faults that one serving rank has yet to suffer: pure, times are the caller's monotonic seconds."""
+
+    def __init__(self, faults: Iterable[Fault], *, rank: int, now: float) -> None:
+        self._rank = rank
+        mine = [fault for fault in faults if fault.kind in RUNTIME and fault.hits(rank)]
+        self._on_signal = [fault for fault in mine if fault.on_signal]
+        self._timed = [(now + fault.seconds, fault) for fault in mine if not fault.on_signal]
+
+    @property
+    def waits_for_signal(self) -> bool:
+        return bool(self._on_signal)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next fault is due."""
+        return min((at for at, _ in self._timed), default=None)
+
+    def add(self, fault: Fault, *, now: float) -> None:
+        """Arm one more, unless it is for other ranks."""
+        if fault.hits(self._rank):
+            self._timed.append((now + fault.seconds, fault))
+
+    def signalled(self, now: float) -> None:
+        """SIGUSR1 came: what waited for it is due `seconds` from now."""
+        for fault in self._on_signal:
+            self.add(fault, now=now)
+        self._on_signal = []
+
+    def due(self, now: float) -> list[Fault]:
+        """Faults that strike now; memory grows again a second later."""
+        struck_now = [fault for at, fault in self._timed if at <= now]
+        self._timed = [(at, fault) for at, fault in self._timed if at > now]
+        self._timed += [(now + 1.0, fault) for fault in struck_now if fault.kind == "grow-memory"]
+        return struck_now
 
 
 def struck(fault: Fault, detail: str = "") -> None:

@@ -44,12 +44,22 @@ def hello(*, local: bool, headless: bool) -> bytes:
     return wire.encode({"status": "HELLO", "local": local, "headless": headless})
 
 
-def ready(*, local: bool, headless: bool, config_hash: str | None) -> bytes:
-    """READY since 0.20; the hash only for lock-stepped (MoE) groups."""
+def ready(
+    *,
+    local: bool,
+    headless: bool,
+    config_hash: str | None = None,
+    blocks: int | None = None,
+    stats_address: str | None = None,
+    elastic: dict[str, int] | None = None,
+) -> bytes:
+    """READY. Up to 0.19 with `blocks` and the stats address; the hash only in groups that compare it (§2.2)."""
     message: dict[str, Any] = {"status": "READY", "local": local, "headless": headless}
+    if blocks is not None:
+        message |= {"num_gpu_blocks": blocks, "dp_stats_address": stats_address}
     if config_hash is not None:
         message["parallel_config_hash"] = config_hash
-    return wire.encode(message)
+    return wire.encode(message | (elastic or {}))
 
 
 class State(Enum):
@@ -72,13 +82,27 @@ class Expected(Struct, frozen=True, kw_only=True):
 class FrontEndHandshake:
     """The head's side: feed it frames, send what it returns, until `done`."""
 
-    def __init__(self, *, expected: list[Expected], init: Init, remote_headless: bool, config_hash: str | None) -> None:
-        """`remote_headless`: internal load balancing. `config_hash` None: READYs are not compared (dense)."""
+    def __init__(
+        self,
+        *,
+        expected: list[Expected],
+        init: Init,
+        remote_headless: bool,
+        config_hash: str | None,
+        ready_has_blocks: bool = False,
+    ) -> None:
+        """`remote_headless`: internal load balancing. `config_hash` None: READYs are not compared.
+
+        `ready_has_blocks`: up to 0.19, where READY brings the sizes of caches and the coordinator's address.
+        """
+        self.blocks = 0  # of all ranks
+        self.stats_address = init.addresses.frontend_stats_publish_address
         self._expected = {wire.identity(engine.rank): engine for engine in expected}
         self._states = {engine.rank: State.NEW for engine in expected}
         self._init = init
         self._remote_headless = remote_headless
         self._config_hash = config_hash
+        self._ready_has_blocks = ready_has_blocks
 
     @property
     def done(self) -> bool:
@@ -122,6 +146,9 @@ class FrontEndHandshake:
             self._states[rank] = State.CONNECTED
             return [identity, wire.encode(self._init)]
         if status == "READY" and state is State.CONNECTED:
+            if self._ready_has_blocks:
+                self.blocks += message["num_gpu_blocks"]
+                self.stats_address = self.stats_address or message.get("dp_stats_address")
             theirs = message.get("parallel_config_hash")
             if self._config_hash is not None and theirs != self._config_hash:
                 raise HandshakeError(

@@ -18,10 +18,13 @@ from msgspec import Struct
 from dp_engine import logs
 from dp_engine import openai_schema as schema
 from dp_engine.client import EngineClient, EngineDeadError
+from dp_engine.faults import RUNTIME, parse_fault
+from dp_engine.logprobs import TokenLogprob
 from dp_engine.metrics import SharedMetrics
 from dp_engine.openai_schema import BadRequestError
 from dp_engine.options import Options
 from dp_engine.tokens import Detokenizer
+from dp_engine.versions import wire_of
 from dp_engine.wire import FINISH_NAMES, FinishReason
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -36,6 +39,8 @@ class Piece(Struct, frozen=True, kw_only=True):
     tokens: int
     finish: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    offset: int = 0  # characters of this choice that came before
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -63,6 +68,8 @@ class Server:
         self._created = int(time.time())
         self._load = 0
         self.draining = False
+        self._takes_rank_header = wire_of(options.version).rank_header
+        self._max_model_len = min(options.max_model_len, client.max_model_len or options.max_model_len)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware], client_max_size=64 * 2**20)
@@ -75,6 +82,8 @@ class Server:
         app.router.add_get("/load", self._server_load)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics_page)
+        if self._options.fault_endpoint:
+            app.router.add_post("/fault", self._inject_fault)
         return app
 
     @web.middleware
@@ -98,6 +107,19 @@ class Server:
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self._client.dead is None else 503)
 
+    async def _inject_fault(self, request: web.Request) -> web.Response:
+        """For tests: `{"fault": "crash:ranks=1,seconds=2"}` strikes ranks that this server uses."""
+        try:
+            body = msgspec.json.decode(await request.read(), type=dict[str, str])
+            fault = parse_fault(body["fault"])
+        except (msgspec.DecodeError, KeyError, ValueError) as failure:
+            raise BadRequestError(f"no fault: {failure}") from None
+        if fault.kind not in RUNTIME:
+            raise BadRequestError(f"{fault.kind} cannot come at run time; these can: {', '.join(sorted(RUNTIME))}")
+        ranks = [rank for rank in self._client.ranks if fault.hits(rank)]
+        await asyncio.gather(*(self._client.call(rank, "inject_fault", body["fault"]) for rank in ranks))
+        return web.json_response({"ranks": ranks})
+
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": self._options.version})
 
@@ -117,7 +139,7 @@ class Server:
                 "owned_by": "vllm",
                 "root": self._options.model,
                 "parent": None,
-                "max_model_len": self._options.max_model_len,
+                "max_model_len": self._max_model_len,
             }
             for name in self._options.served_model_names
         ]
@@ -134,7 +156,7 @@ class Server:
             return {
                 "index": piece.index,
                 "text": (echoes[piece.index // job.n] if first else "") + piece.text,
-                "logprobs": None,
+                "logprobs": piece.logprobs and schema.completion_logprobs(piece.logprobs, offset=piece.offset),
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
             }
@@ -157,7 +179,7 @@ class Server:
             return {
                 "index": piece.index,
                 "delta": {**content, "content": piece.text},
-                "logprobs": None,
+                "logprobs": piece.logprobs and schema.chat_logprobs(piece.logprobs),
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
             }
@@ -170,7 +192,7 @@ class Server:
             {
                 "index": piece.index,
                 "message": {"role": "assistant", "content": piece.text, "tool_calls": []},
-                "logprobs": None,
+                "logprobs": piece.logprobs and schema.chat_logprobs(piece.logprobs),
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
             }
@@ -193,7 +215,7 @@ class Server:
             raise BadRequestError(f"The model `{call.model}` does not exist.", param="model", code=404)
         samplings = [
             schema.sampling_of(
-                call, prompt_tokens=len(prompt), max_tokens=max_tokens, max_model_len=self._options.max_model_len
+                call, prompt_tokens=len(prompt), max_tokens=max_tokens, max_model_len=self._max_model_len
             )
             for prompt in prompts
         ]
@@ -209,7 +231,7 @@ class Server:
 
     def _chosen_rank(self, request: web.Request) -> int | None:
         text = request.headers.get(RANK_HEADER)
-        if text is None:
+        if text is None or not self._takes_rank_header:
             return None
         try:
             rank = int(text)
@@ -243,21 +265,30 @@ class Server:
             sampling["seed"] = index % job.n
         detokenizer, watch = Detokenizer(), schema.StopWatch(job.stops)
         deltas = self._client.generate(f"{job.id}-{index}", prompt, sampling, position=job.position)
+        shown = 0
         try:
             async for delta in deltas:
                 final = delta.finish is not None
                 text, stop = watch.feed(detokenizer.feed(delta.token_ids, final=final), final=final)
-                if stop is not None:
-                    yield Piece(index=index, text=text, tokens=len(delta.token_ids), finish="stop", stop_reason=stop)
-                    return
                 finish = None
-                if delta.finish is not None:
-                    finish = FINISH_NAMES.get(delta.finish, "error")
+                if stop is not None:
+                    finish = "stop"
+                elif delta.finish is not None:
+                    finish = FINISH_NAMES[delta.finish]
                     if delta.finish is FinishReason.ERROR:
                         raise EngineDeadError("the engine reported an error")
                 yield Piece(
-                    index=index, text=text, tokens=len(delta.token_ids), finish=finish, stop_reason=delta.stop_reason
+                    index=index,
+                    text=text,
+                    tokens=len(delta.token_ids),
+                    finish=finish,
+                    stop_reason=delta.stop_reason if stop is None else stop,
+                    logprobs=delta.logprobs,
+                    offset=shown,
                 )
+                if stop is not None:
+                    return
+                shown += len(text)
         finally:
             await deltas.aclose()  # type: ignore[attr-defined]
 
@@ -272,6 +303,7 @@ class Server:
                 tokens=sum(piece.tokens for piece in pieces),
                 finish=pieces[-1].finish,
                 stop_reason=pieces[-1].stop_reason,
+                logprobs=[found for piece in pieces for found in piece.logprobs or ()] or None,
             )
 
         self._load += 1
@@ -344,7 +376,7 @@ class Server:
             tokens += item.tokens
             first = item.index not in begun
             begun.add(item.index)
-            if not item.text and item.finish is None and not first:
+            if not item.text and item.finish is None and not first and not item.logprobs:
                 continue  # held back, or part of a character
             chunk = {**envelope, "choices": [shape(item, first=first)]}
             if options.include_usage:

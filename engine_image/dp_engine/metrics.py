@@ -14,10 +14,11 @@ from msgspec import Struct
 
 from dp_engine.wire import BLOCK_SIZE, NUM_BLOCKS
 
-Counter = Literal["prompt_tokens", "generation_tokens", "stop", "length", "abort", "error"]
+Counter = Literal["prompt_tokens", "generation_tokens", "stop", "length", "abort", "error", "repetition"]
 Histogram = Literal["time_to_first_token", "inter_token", "e2e_request"]
 
-_COUNTERS: tuple[Counter, ...] = ("prompt_tokens", "generation_tokens", "stop", "length", "abort", "error")
+_REASONS: tuple[Counter, ...] = ("stop", "length", "abort", "error", "repetition")
+_COUNTERS: tuple[Counter, ...] = ("prompt_tokens", "generation_tokens", *_REASONS)
 _HISTOGRAMS: tuple[Histogram, ...] = ("time_to_first_token", "inter_token", "e2e_request")
 _BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _GAUGES = ("running", "waiting", "kv_usage")
@@ -35,9 +36,13 @@ _HISTOGRAM_NAMES = {
 
 
 class SharedMetrics:
-    """Make it before the API servers are forked; `clients` of them write, each at its own index."""
+    """Make it before the API servers are forked; `clients` of them write, each at its own index.
 
-    def __init__(self, *, clients: int, engines: int) -> None:
+    `engines` ranks from `first_rank` on, the ones that this node's front ends use.
+    """
+
+    def __init__(self, *, clients: int, engines: int, first_rank: int = 0) -> None:
+        self._first_rank = first_rank
         self._clients = clients
         self._engines = engines
         self._memory = mmap.mmap(-1, clients * engines * _SLOTS * 8)
@@ -47,7 +52,7 @@ class SharedMetrics:
         return Writer(self, client)
 
     def base(self, client: int, engine: int) -> int:
-        return (client * self._engines + engine) * _SLOTS
+        return (client * self._engines + engine - self._first_rank) * _SLOTS
 
     def write(self, index: int, value: float) -> None:
         self._values[index] = value
@@ -66,8 +71,8 @@ class SharedMetrics:
     def render(self, *, model_name: str) -> str:
         """Everything in the Prometheus text format."""
         page = _Page(model_name)
-        engines = range(self._engines)
-        gauges = [self._newest_gauges(engine) for engine in engines]
+        engines = range(self._first_rank, self._first_rank + self._engines)
+        gauges = {engine: self._newest_gauges(engine) for engine in engines}
         for position, (name, text) in enumerate(
             [
                 ("vllm:num_requests_running", "Number of requests in model execution batches."),
@@ -88,7 +93,7 @@ class SharedMetrics:
                 page.sample(name, engine, self._sum(engine, counters[counter]))
         page.head("vllm:request_success_total", "counter", "Count of successfully processed requests.")
         for engine in engines:
-            for reason in ("stop", "length", "abort", "error"):
+            for reason in _REASONS:
                 value = self._sum(engine, counters[reason])
                 page.sample("vllm:request_success_total", engine, value, finished_reason=reason)
         page.head("vllm:num_preemptions_total", "counter", "Cumulative number of preemption from the engine.")

@@ -1,20 +1,23 @@
 """Which process this command line asks for, and which combinations vLLM refuses.
 
-Order of evaluation and refusals follow protocol notes §1.3 and §1.4 for the newest release. Pure: options and the
-kind of model in, a Launch or a ValueError out.
+Order of evaluation and refusals follow protocol notes §1.3 and §1.4 for the emulated release. Pure: options, the kind
+of model and the environment in, a Launch or a ValueError out.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from dp_engine.options import Options
+from dp_engine.versions import Wire, wire_of
 
-LoadBalancing = Literal["internal", "hybrid", "external"]
+LoadBalancing = Literal["internal", "hybrid", "external", "offline"]
 
 
 class Launch(Struct, frozen=True, kw_only=True):
@@ -29,20 +32,43 @@ class Launch(Struct, frozen=True, kw_only=True):
     address: str
     rpc_port: int
     moe: bool
+    dense_lock_step: bool = False  # up to 0.13 dense ranks step together as well
+    without_coordinator: bool = False  # dense and external, 0.14 to 0.20
+    store_port: int | None = None  # where an offline group meets; INIT names it otherwise
+    children: int = 0  # servers that a multi-port supervisor starts; 0: no supervisor
 
     @property
     def local_ranks(self) -> range:
         return range(self.start_rank, self.start_rank + self.size_local)
 
     @property
+    def managed_ranks(self) -> range:
+        """Ranks that this node's API servers use."""
+        return range(self.size) if self.load_balancing == "internal" else self.local_ranks
+
+    @property
     def all_local(self) -> bool:
-        """Every rank runs on this node: ipc instead of tcp, and the rpc port is never opened."""
-        return self.size_local == self.size
+        """Every rank that shakes hands here runs here: ipc instead of tcp, and the rpc port is never opened."""
+        return self.size_local == self.size or self.load_balancing == "offline"
+
+    @property
+    def clients_are_local(self) -> bool:
+        """Front ends and the ranks that they use share a node: requests travel over ipc."""
+        return self.all_local or self.load_balancing != "internal"
+
+    @property
+    def leads(self) -> bool:
+        """The node that answers the group's handshake and runs the coordinator. Offline, every rank is its own."""
+        return not self.headless and (self.start_rank == 0 or self.load_balancing == "offline")
+
+    @property
+    def runs_coordinator(self) -> bool:
+        return self.leads and self.size > 1 and self.load_balancing != "offline" and not self.without_coordinator
 
     @property
     def coordinated(self) -> bool:
-        """Ranks step together in waves: MoE only, since 0.14."""
-        return self.moe and self.size > 1
+        """Ranks step together in waves: MoE, and up to 0.13 every model."""
+        return self.size > 1 and (self.moe or self.dense_lock_step)
 
 
 _MOE_CONFIG_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -74,7 +100,7 @@ def _node_placement(options: Options) -> tuple[int, int]:
     return options.node_rank * local_world // workers, max(local_world // workers, 1)
 
 
-def _mode(options: Options) -> tuple[LoadBalancing, int, int]:
+def _mode(options: Options, wire: Wire) -> tuple[LoadBalancing, int, int]:
     """(load balancing, first rank, local size) in vLLM's order of evaluation. Raises ValueError."""
     size, local = options.data_parallel_size, options.data_parallel_size_local
     start, rank = options.data_parallel_start_rank, options.data_parallel_rank
@@ -85,7 +111,7 @@ def _mode(options: Options) -> tuple[LoadBalancing, int, int]:
     if options.data_parallel_external_lb and options.data_parallel_hybrid_lb:
         raise ValueError("--data-parallel-external-lb and --data-parallel-hybrid-lb cannot be enabled together")
     external = options.data_parallel_external_lb or rank is not None
-    if external and (options.data_parallel_hybrid_lb or start is not None):
+    if external and wire.one_mode_only and (options.data_parallel_hybrid_lb or start is not None):
         raise ValueError(
             "Cannot use more than one data parallel load balancing mode: --data-parallel-rank or "
             "--data-parallel-external-lb goes with neither --data-parallel-start-rank nor --data-parallel-hybrid-lb"
@@ -102,13 +128,14 @@ def _mode(options: Options) -> tuple[LoadBalancing, int, int]:
             raise ValueError("--data-parallel-size-local must be set to use --data-parallel-hybrid-lb")
         return "internal", start or 0, size
     first = node_rank if start is None else start
-    hybrid = options.data_parallel_hybrid_lb or (start is not None and not options.headless)
+    asked_by_start_rank = start is not None and (start > 0 or wire.start_rank_0_is_hybrid)
+    hybrid = options.data_parallel_hybrid_lb or (asked_by_start_rank and not options.headless)
     if not hybrid or local == size:
         return "internal", first, local
     return ("external" if local == 1 else "hybrid"), first, local
 
 
-def _check(options: Options, load_balancing: LoadBalancing, local: int, *, moe: bool) -> None:
+def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, local: int, *, moe: bool) -> None:
     """Refusals that do not depend on how the mode was found. Raises ValueError naming the flags."""
     size = options.data_parallel_size
     if size < 1:
@@ -119,7 +146,7 @@ def _check(options: Options, load_balancing: LoadBalancing, local: int, *, moe: 
         raise ValueError("--data-parallel-backend ray needs a Ray cluster: the stand-in engine has none")
     if options.data_parallel_hybrid_lb and options.headless:
         raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
-    if options.headless and (options.api_server_count or 0) > 0:
+    if options.headless and (options.api_server_count or 0) > (0 if wire.headless_refuses_count else 1):
         raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
     if local > size:
         raise ValueError(f"--data-parallel-size-local {local} must be <= data_parallel_size {size}")
@@ -127,7 +154,7 @@ def _check(options: Options, load_balancing: LoadBalancing, local: int, *, moe: 
         raise ValueError(f"--data-parallel-size-local must be >= 0, not {local}")
     if options.headless and local == 0:
         raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
-    if load_balancing == "external" and size > 1 and not moe:
+    if load_balancing == "external" and size > 1 and not moe and wire.dense_external == "refused":
         raise ValueError("Non-MoE models do not support external data parallel mode (--data-parallel-external-lb)")
     if options.eplb and not options.expert_parallel:
         raise ValueError("--enable-eplb requires --enable-expert-parallel")
@@ -140,50 +167,109 @@ def _check(options: Options, load_balancing: LoadBalancing, local: int, *, moe: 
             raise ValueError("--enable-elastic-ep cannot be used with --data-parallel-hybrid-lb")
     if options.fault_tolerance and (load_balancing != "external" or options.api_server_count not in {None, 1}):
         raise ValueError("--enable-fault-tolerance requires external load balancing and --api-server-count 1")
+    if options.sync_interval_steps is not None and options.sync_interval_steps < 1:
+        raise ValueError(f"--dp-sync-interval must be at least 1, not {options.sync_interval_steps}")
     if not options.headless and options.api_server_count is not None and options.api_server_count < 1:
         raise ValueError(f"--api-server-count must be at least 1, not {options.api_server_count}")
 
 
-def _check_supervisor(options: Options) -> None:
-    size, local = options.data_parallel_size, options.data_parallel_size_local
+def _resolve_supervisor(options: Options, *, moe: bool) -> Launch:
+    """A node whose supervisor starts one external server per local rank. Raises ValueError."""
+    size, start = options.data_parallel_size, options.data_parallel_start_rank or 0
+    flag = "--data-parallel-multi-port-external-lb"
     if options.data_parallel_rank is not None or options.data_parallel_external_lb or options.data_parallel_hybrid_lb:
         raise ValueError(
-            "--data-parallel-multi-port-external-lb goes with none of --data-parallel-rank, "
-            "--data-parallel-external-lb, --data-parallel-hybrid-lb"
+            f"{flag} goes with none of --data-parallel-rank, --data-parallel-external-lb, --data-parallel-hybrid-lb"
         )
+    if options.headless:
+        raise ValueError(f"{flag} cannot be used with --headless")
     if options.api_server_count not in {None, 1}:
-        raise ValueError("--data-parallel-multi-port-external-lb requires --api-server-count 1")
-    if size < 2 or (size if local is None else local) < 2 or size % (local or size):
+        raise ValueError(f"{flag} requires --api-server-count 1")
+    local = size if options.data_parallel_size_local is None else options.data_parallel_size_local
+    if size < 2 or local < 2 or size % local:
         raise ValueError(
-            "--data-parallel-multi-port-external-lb requires --data-parallel-size >= 2 and a "
-            "--data-parallel-size-local >= 2 that divides it"
+            f"{flag} requires --data-parallel-size >= 2 and a --data-parallel-size-local >= 2 that divides it"
         )
+    if not 0 <= start <= size - local:
+        raise ValueError(f"--data-parallel-start-rank {start} leaves no room for {local} of {size} ranks")
+    if options.port <= options.supervisor_port < options.port + local:
+        raise ValueError(
+            f"--data-parallel-supervisor-port {options.supervisor_port} is one of the servers' ports "
+            f"{options.port}-{options.port + local - 1}"
+        )
+    _check(options, wire_of(options.version), "external", 1, moe=moe)
+    return Launch(
+        load_balancing="external",
+        size=size,
+        size_local=local,
+        start_rank=start,
+        headless=False,
+        api_servers=1,
+        address=options.data_parallel_address or options.master_addr,
+        rpc_port=options.data_parallel_rpc_port,
+        moe=moe,
+        children=local,
+    )
 
 
-def resolve(options: Options, *, moe: bool) -> Launch:
-    """Decide what to start. Raises ValueError, naming the flags, for a combination that vLLM refuses."""
+def _offline(options: Options, wire: Wire, env: Mapping[str, str], *, moe: bool) -> Launch | None:
+    """One rank of a group that the VLLM_DP_* variables describe; None when they do not. Raises ValueError."""
+    size = int(env.get("VLLM_DP_SIZE") or 1)
+    if size <= 1 or options.data_parallel_size != 1 or options.data_parallel_size_local == 0:
+        return None
+    if not moe and not wire.dense_offline:
+        raise ValueError("Offline data parallel mode (VLLM_DP_SIZE) is not supported for dense models")
+    rank = int(env.get("VLLM_DP_RANK") or 0)
+    if not 0 <= rank < size:
+        raise ValueError(f"VLLM_DP_RANK {rank} must be in the range [0, {size})")
+    return Launch(
+        load_balancing="offline",
+        size=size,
+        size_local=1,
+        start_rank=rank,
+        headless=False,
+        api_servers=1,
+        address=env.get("VLLM_DP_MASTER_IP") or "127.0.0.1",
+        rpc_port=options.data_parallel_rpc_port,
+        moe=moe,
+        dense_lock_step=wire.dense_lock_step,
+        store_port=int(env.get("VLLM_DP_MASTER_PORT") or 0) or None,
+    )
+
+
+def resolve(options: Options, *, moe: bool, env: Mapping[str, str] | None = None) -> Launch:
+    """Decide what to start. Raises ValueError, naming the flags, for a combination that vLLM refuses.
+
+    `env` holds the VLLM_DP_* variables of an offline rank; None means that there are none.
+    """
+    wire = wire_of(options.version)
     if options.data_parallel_multi_port_external_lb:
-        _check_supervisor(options)
-        raise ValueError("--data-parallel-multi-port-external-lb is not available in this engine yet")
-    load_balancing, start_rank, local = _mode(options)
-    _check(options, load_balancing, local, moe=moe)
+        return _resolve_supervisor(options, moe=moe)
+    if (offline := _offline(options, wire, env or {}, moe=moe)) is not None:
+        return offline
+    headless = options.headless or (options.api_server_count == 0 and not wire.headless_refuses_count)
+    options = msgspec.structs.replace(options, headless=headless)
+    load_balancing, start_rank, local = _mode(options, wire)
+    _check(options, wire, load_balancing, local, moe=moe)
     size = options.data_parallel_size
-    if load_balancing == "internal" and not options.headless and start_rank > 0:
+    if load_balancing == "internal" and not headless and start_rank > 0:
         raise ValueError(
             f"found internal DPLB, which is incompatible with --data-parallel-start-rank {start_rank}: "
             "the node that serves the API holds rank 0"
         )
     # Since 0.15 an unset count means one API server per engine that the front end manages.
-    derived = {"internal": size, "hybrid": local, "external": 1}[load_balancing]
+    derived = {"internal": size, "hybrid": local, "external": 1}[load_balancing] if wire.api_servers_derived else 1
     address = options.data_parallel_address or options.master_addr
     return Launch(
         load_balancing=load_balancing,
         size=size,
         size_local=local,
         start_rank=start_rank,
-        headless=options.headless,
-        api_servers=0 if options.headless else options.api_server_count or derived,
+        headless=headless,
+        api_servers=0 if headless else options.api_server_count or derived,
         address="127.0.0.1" if size == 1 else address,
         rpc_port=options.data_parallel_rpc_port,
         moe=moe,
+        dense_lock_step=wire.dense_lock_step,
+        without_coordinator=load_balancing == "external" and not moe and wire.dense_external == "starts",
     )

@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from dp_engine.tokens import END_OF_TEXT, encode_text
+from dp_engine.logprobs import TokenLogprob
+from dp_engine.tokens import END_OF_TEXT, Detokenizer, encode_text
 
+MAX_LOGPROBS = 20  # vLLM's default of --max-logprobs
 Prompt = str | list[str | int | list[int]]
 
 
@@ -41,10 +43,21 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def top_count(self) -> int | None:
+        """How many log probabilities a token shows; None: none at all."""
+        return None
+
 
 class CompletionRequest(Sampling, frozen=True, kw_only=True):
     prompt: Prompt
     echo: bool | None = False
+    logprobs: int | None = None
+
+    @property
+    def top_count(self) -> int | None:
+        """How many log probabilities a token shows; None: none at all."""
+        return self.logprobs
 
 
 class ContentPart(Struct, frozen=True):
@@ -60,6 +73,13 @@ class Message(Struct, frozen=True):
 class ChatRequest(Sampling, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+
+    @property
+    def top_count(self) -> int | None:
+        """How many log probabilities a token shows; None: none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 _Kind = TypeVar("_Kind", bound=Sampling)
@@ -86,6 +106,11 @@ def _check(request: Sampling) -> None:
         raise BadRequestError(f"temperature must be non-negative, got {request.temperature}.", param="temperature")
     if request.top_p is not None and not 0 < request.top_p <= 1:
         raise BadRequestError(f"top_p must be in (0, 1], got {request.top_p}.", param="top_p")
+    if not 0 <= (request.top_count or 0) <= MAX_LOGPROBS:
+        raise BadRequestError(
+            f"Requested sample logprobs of {request.top_count}, which is not between 0 and {MAX_LOGPROBS}.",
+            param="logprobs",
+        )
     if request.stream_options is not None and not request.stream:
         raise BadRequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
 
@@ -146,6 +171,7 @@ def sampling_of(request: Sampling, *, prompt_tokens: int, max_tokens: int | None
         "stop_token_ids": request.stop_token_ids,
         "min_tokens": request.min_tokens or None,
         "ignore_eos": request.ignore_eos or None,
+        "logprobs": request.top_count,
     }
     sampling.update({key: value for key, value in optional.items() if value is not None})
     return sampling
@@ -169,6 +195,36 @@ class StopWatch:
         keep = 0 if final else min(self._hold, len(self._held))
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown, None
+
+
+def _token_text(token: int) -> str:
+    return Detokenizer().feed([token], final=True)
+
+
+def completion_logprobs(found: list[TokenLogprob], *, offset: int) -> dict[str, Any]:
+    """`logprobs` of a completion's choice; `offset` is how many characters came before."""
+    tokens = [_token_text(item.token) for item in found]
+    offsets = [offset + sum(map(len, tokens[:position])) for position in range(len(tokens))]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [item.logprob for item in found],
+        "tokens": tokens,
+        "top_logprobs": [{_token_text(token): value for token, value in item.top} or None for item in found],
+    }
+
+
+def chat_logprobs(found: list[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a chat's choice."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = _token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    content = [
+        {**entry(item.token, item.logprob), "top_logprobs": [entry(token, value) for token, value in item.top]}
+        for item in found
+    ]
+    return {"content": content}
 
 
 def usage(*, prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

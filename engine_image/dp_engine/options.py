@@ -10,11 +10,13 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
+from dp_engine.devices import PLATFORMS
 from dp_engine.faults import Fault, parse_faults
-from dp_engine.versions import emulated_version, wire_of
+from dp_engine.versions import emulated_version, unknown_flags, wire_of
 
 # vLLM flags without effect here: those that take a value, and switches (which also exist with --no-).
 _IGNORED_VALUES = """
@@ -23,16 +25,16 @@ allowed-methods allowed-origins all2all-backend attention-backend attention-conf
 chat-template chat-template-content-format code-revision compilation-config config-format
 convert cp-kv-cache-interleave-size disable-access-log-for-endpoints cpu-offload-gb cudagraph-capture-sizes cudagraph-metrics data-parallel-hybrid-port
 dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
-decode-context-parallel-size default-chat-template-kwargs default-mm-loras device device-ids
+decode-context-parallel-size default-chat-template-kwargs default-mm-loras device
 distributed-executor-backend distributed-timeout-seconds
-download-dir dp-sync-interval dtype ec-transfer-config elastic-ep-max-dp-size eplb-config exclude-tools-when-tool-choice-none
-expert-placement-strategy fault-tolerance-config fully-sharded-loras generation-config gpu-memory-utilization
+download-dir dtype ec-transfer-config eplb-config exclude-tools-when-tool-choice-none
+expert-placement-strategy fully-sharded-loras generation-config gpu-memory-utilization
 h11-max-header-count h11-max-incomplete-event-size hf-config-path hf-overrides hf-token ignore-patterns
 interleave-mm-strings io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-cache-metrics-sample kv-events-config
 kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill kv-transfer-config kernel-config limit-mm-per-prompt
 load-format log-config-file logits-processor-pattern logits-processors logprobs-mode long-prefill-token-threshold
 lora-dtype lora-modules mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-ssm-cache-dtype max-cpu-loras
-max-cudagraph-capture-size max-log-len max-logprobs max-lora-rank max-loras max-num-batched-tokens
+max-cudagraph-capture-size max-log-len max-logprobs max-lora-rank max-loras
 max-num-partial-prefills max-long-partial-prefills max-parallel-loading-workers middleware mm-encoder-attn-backend
 mm-encoder-tp-mode mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb
 model-class-overrides model-impl model-loader-extra-config num-gpu-blocks-override num-lookahead-slots numa-bind-nodes
@@ -71,6 +73,14 @@ _IGNORED_LISTS = frozenset(
 )
 
 
+# Ignored here, but ranks that step together must agree on them (protocol notes §2.6).
+_GROUP_SETTINGS = (
+    *("all2all-backend", "eplb-config", "num-redundant-experts", "eplb-window-size", "eplb-step-interval"),
+    *("expert-placement-strategy", "decode-context-parallel-size", "prefill-context-parallel-size"),
+    *("enable-dbo", "ubatch-size", "dcp-kv-cache-interleave-size", "eplb-log-balancedness"),
+)
+
+
 class Options(Struct, frozen=True, kw_only=True):
     """One parsed command line. None means that the user said nothing and vLLM derives the value."""
 
@@ -94,15 +104,22 @@ class Options(Struct, frozen=True, kw_only=True):
     data_parallel_hybrid_lb: bool
     data_parallel_external_lb: bool
     data_parallel_multi_port_external_lb: bool
+    supervisor_port: int
+    probe_interval_s: float
+    probe_timeout_s: float
+    probe_failures: int
     nnodes: int
     node_rank: int
     master_addr: str
     master_port: int
+    device_ids: tuple[str, ...] | None
+    sync_interval_steps: int | None
     elastic_ep: bool
     fault_tolerance: bool
     shutdown_timeout_s: float
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     cpu_distributed_timeout_s: float
     api_key: str | None
     request_id_headers: bool
@@ -114,7 +131,10 @@ class Options(Struct, frozen=True, kw_only=True):
     load_s: float
     tokens_per_second: float
     parallel_config_hash: str | None
+    group_settings: tuple[tuple[str, str], ...]
     faults: tuple[Fault, ...]
+    fault_endpoint: bool
+    platform: str | None
 
 
 def _dashes(item: str) -> str:
@@ -184,12 +204,20 @@ DEFAULT_MAX_MODEL_LEN = 32768
 _SWITCH = argparse.BooleanOptionalAction
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of `serve`. Defaults are vLLM's (protocol notes §1.1) unless the flag is our own."""
+def build_parser(prog: str, version: str) -> argparse.ArgumentParser:
+    """Parser of `serve` as of `version`. Defaults are vLLM's (protocol notes §1.1) unless the flag is our own."""
     parser = argparse.ArgumentParser(
         prog=prog, description="Serve a pretend model with vLLM's data-parallel machinery, on CPU."
     )
-    add = parser.add_argument
+    unknown = unknown_flags(version)
+
+    def add(*names: str, **how: Any) -> None:
+        known = [name for name in names if name.lstrip("-") not in unknown]
+        if known:
+            parser.add_argument(*known, **how)
+        else:
+            parser.set_defaults(**{names[0].lstrip("-").replace("-", "_"): how.get("default")})
+
     add("model_tag", nargs="?", help="model name or path")
     add("--model")
     add("--served-model-name", nargs="+", default=[])
@@ -217,6 +245,10 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--node-rank", "-r", type=int, default=0)
     add("--master-addr", default="127.0.0.1")
     add("--master-port", type=int, default=29501)
+    add("--device-ids")
+    add("--dp-sync-interval", type=int)
+    add("--elastic-ep-max-dp-size", type=int)
+    add("--fault-tolerance-config")
     add("--enable-elastic-ep", action=_SWITCH, default=False)
     add("--enable-fault-tolerance", action=_SWITCH, default=False)
     add("--enable-expert-parallel", "-ep", action=_SWITCH, default=False)
@@ -224,6 +256,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--shutdown-timeout", type=float, default=0.0)
     add("--max-model-len", type=human_int, default=DEFAULT_MAX_MODEL_LEN)
     add("--max-num-seqs", type=human_int, default=256)
+    add("--max-num-batched-tokens", type=human_int, default=2048)
     add("--cpu-distributed-timeout-seconds", type=float)
     add("--api-key", nargs="*", default=[])
     add("--enable-request-id-headers", action=_SWITCH, default=False)
@@ -242,15 +275,25 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     own.add_argument("--tokens-per-second", type=float, default=100.0, help="per request; 0 = as fast as possible")
     own.add_argument("--parallel-config-hash", help="instead of the computed hash that MoE ranks must agree on")
     own.add_argument("--fault", action="append", default=[], help="KIND[:key=value,...]; see docs/engine.md")
+    own.add_argument("--enable-fault-endpoint", action=_SWITCH, default=False, help="POST /fault injects faults")
+    own.add_argument("--platform", choices=list(PLATFORMS), help="default: what the environment's variables suggest")
     return parser
+
+
+def _asked_version(arguments: Sequence[str]) -> str:
+    """The version decides which flags exist, so it is read before the others."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--emulate-version")
+    return emulated_version(early.parse_known_args(arguments)[0].emulate_version)
 
 
 def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Options:
     """Parse the arguments after `serve`. Exits like argparse (2) on bad syntax, raises ValueError on bad values."""
-    parsed = build_parser(prog).parse_args(spell(argv))
-    model = parsed.model_tag or parsed.model or "Qwen/Qwen3-0.6B"
-    version = emulated_version(parsed.emulate_version)
+    spelt = spell(argv)
+    version = _asked_version(spelt)
     wire_of(version)
+    parsed = build_parser(prog, version).parse_args(spelt)
+    model = parsed.model_tag or parsed.model or "Qwen/Qwen3-0.6B"
     return Options(
         model=model,
         served_model_names=tuple(parsed.served_model_name) or (model,),
@@ -271,16 +314,23 @@ def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Opti
         data_parallel_backend=parsed.data_parallel_backend,
         data_parallel_hybrid_lb=parsed.data_parallel_hybrid_lb,
         data_parallel_external_lb=parsed.data_parallel_external_lb,
-        data_parallel_multi_port_external_lb=parsed.data_parallel_multi_port_external_lb,
+        data_parallel_multi_port_external_lb=bool(parsed.data_parallel_multi_port_external_lb),
+        supervisor_port=parsed.data_parallel_supervisor_port,
+        probe_interval_s=parsed.dp_supervisor_probe_interval_s,
+        probe_timeout_s=parsed.dp_supervisor_probe_timeout_s,
+        probe_failures=parsed.dp_supervisor_probe_failure_threshold,
         nnodes=parsed.nnodes,
         node_rank=parsed.node_rank,
         master_addr=parsed.master_addr,
         master_port=parsed.master_port,
+        device_ids=None if parsed.device_ids is None else tuple(parsed.device_ids.split(",")),
+        sync_interval_steps=parsed.dp_sync_interval,
         elastic_ep=parsed.enable_elastic_ep,
         fault_tolerance=parsed.enable_fault_tolerance,
         shutdown_timeout_s=parsed.shutdown_timeout,
         max_model_len=parsed.max_model_len,
         max_num_seqs=parsed.max_num_seqs,
+        max_num_batched_tokens=parsed.max_num_batched_tokens,
         cpu_distributed_timeout_s=parsed.cpu_distributed_timeout_seconds or 300.0,
         api_key=parsed.api_key[0] if parsed.api_key else None,
         request_id_headers=parsed.enable_request_id_headers,
@@ -292,5 +342,10 @@ def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Opti
         load_s=parsed.load_seconds,
         tokens_per_second=parsed.tokens_per_second,
         parallel_config_hash=parsed.parallel_config_hash,
+        group_settings=tuple(
+            (name, str(value)) for name in _GROUP_SETTINGS if (value := getattr(parsed, f"ignored_{name}")) is not None
+        ),
         faults=parse_faults(parsed.fault),
+        fault_endpoint=parsed.enable_fault_endpoint,
+        platform=parsed.platform,
     )

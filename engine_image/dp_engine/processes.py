@@ -6,6 +6,7 @@ own and starts in milliseconds. Nothing may create a context in the launcher bef
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -15,6 +16,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+
+import setproctitle
 
 from dp_engine import logs
 
@@ -44,12 +47,15 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, number)
 
 
-def name_process(name: str) -> None:
-    """Set what `ps -o comm` shows; the kernel keeps 15 bytes."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+def name_process(*, title: str, command: str) -> None:
+    """Set what `ps` shows: the title in place of the command line, and the command, of which the kernel keeps 15 bytes."""
+    # Otherwise the title overwrites the environment that /proc shows, by which supervisors and tests find processes.
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle.setproctitle(title)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, command.encode()[:15], 0, 0, 0)
 
 
-def fork(name: str, run: Callable[[], int], *, title: str, close: Iterable[int] = ()) -> Child:
+def fork(name: str, run: Callable[[], int], *, title: str, command: str, close: Iterable[int] = ()) -> Child:
     """Run `run` in a child whose exit code is what it returns.
 
     The child gets default signals (SIGINT ignored: the launcher decides what Ctrl-C means), dies with the launcher
@@ -71,7 +77,7 @@ def fork(name: str, run: Callable[[], int], *, title: str, close: Iterable[int] 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for descriptor in close:
             os.close(descriptor)
-        name_process(title)
+        name_process(title=title, command=command)
         logs.set_role(name)
         code = run()
     except SystemExit as leaving:
@@ -85,6 +91,15 @@ def fork(name: str, run: Callable[[], int], *, title: str, close: Iterable[int] 
 def finished(children: Iterable[Child]) -> dict[str, int]:
     """Names and exit codes of children that have ended."""
     return {child.name: code for child in children if (code := child.exit_code()) is not None}
+
+
+def wait_for_any(children: Iterable[Child], *, wake_fd: int) -> None:
+    """Until a child ends or `wake_fd` becomes readable: a signal asks to stop."""
+    poll = select.poll()
+    poll.register(wake_fd, select.POLLIN)
+    for child in children:
+        poll.register(child.pidfd, select.POLLIN)
+    poll.poll()
 
 
 def wait_for_all(children: Iterable[Child], *, timeout_s: float) -> bool:
@@ -114,16 +129,31 @@ def stop(children: Iterable[Child], *, grace_s: float = 5.0) -> None:
 
 
 class Stopper:
-    """SIGTERM and SIGINT as a readable descriptor and a flag, instead of an exception at a random line."""
+    """SIGTERM and SIGINT as a readable descriptor and a flag, instead of an exception at a random line.
 
-    def __init__(self) -> None:
+    With `pokes`, SIGUSR1 does the same for `poked`.
+    """
+
+    def __init__(self, *, pokes: bool = False) -> None:
         self.requested = False
+        self.poked = False
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+        if pokes:
+            signal.signal(signal.SIGUSR1, self._poke)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
 
     def _handle(self, _number: int, _frame: object) -> None:
         self.requested = True
+
+    def _poke(self, _number: int, _frame: object) -> None:
+        self.poked = True
+
+    def clear(self) -> None:
+        """Make `fd` wait for the next signal; look at the flags after this."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fd, 4096):
+                pass

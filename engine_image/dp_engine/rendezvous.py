@@ -27,27 +27,35 @@ class Group:
     def __init__(self, *, rank: int, peers: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._peers = peers
+        self._heard: dict[int, bool] = {}  # flags of a step that a wake-up interrupted
+        self._asked = False  # this rank's flag of the interrupted step is on its way
 
     def any(self, *, mine: bool, wake_fd: int, timeout_s: float) -> bool | None:
-        """Logical or over all ranks; blocks until every rank has called it. None when `wake_fd` became readable.
+        """Logical or over all ranks; blocks until every rank has called it.
 
-        Raises GroupBrokenError when a member is gone or slower than `timeout_s`.
+        None when `wake_fd` became readable first: call again to go on with the same step. Raises GroupBrokenError when a member is gone or slower than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         if self._rank == 0:
-            flags = [mine]
             for rank, peer in self._peers.items():
+                if rank in self._heard:
+                    continue
                 flag = _receive_flag(peer, rank=rank, wake_fd=wake_fd, deadline=deadline)
                 if flag is None:
                     return None
-                flags.append(flag)
-            result = any(flags)
+                self._heard[rank] = flag
+            result = mine or any(self._heard.values())
+            self._heard.clear()
             for rank, peer in self._peers.items():
                 _send_flag(peer, flag=result, rank=rank)
             return result
         root = self._peers[0]
-        _send_flag(root, flag=mine, rank=0)
-        return _receive_flag(root, rank=0, wake_fd=wake_fd, deadline=deadline)
+        if not self._asked:
+            _send_flag(root, flag=mine, rank=0)
+            self._asked = True
+        flag = _receive_flag(root, rank=0, wake_fd=wake_fd, deadline=deadline)
+        self._asked = flag is None
+        return flag
 
     def close(self) -> None:
         for peer in self._peers.values():

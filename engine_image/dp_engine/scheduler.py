@@ -1,4 +1,8 @@
-"""Which requests run, which wait, and what one step gives: pure, one token a step for every running request."""
+"""Which requests run, which wait, and what one step gives: pure.
+
+A step has a budget of tokens (--max-num-batched-tokens), as in vLLM: a running request costs one and yields one; a new
+prompt costs its length, over several steps when the budget is small, and yields its first token with its last part.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dp_engine import logprobs
 from dp_engine.tokens import END_OF_TEXT, natural_length, write
 from dp_engine.wire import BLOCK_SIZE, NUM_BLOCKS, FinishReason, Outputs, Request
 
@@ -23,6 +28,15 @@ class _Job:
         self.natural = None if sampling.get("ignore_eos") else natural_length(request.prompt_token_ids, seed)
         self.stops = set(sampling.get("stop_token_ids") or [])
         self.minimum = int(sampling.get("min_tokens") or 0)
+        self.logprobs: int | None = sampling.get("logprobs")
+        self.prompt_left = len(request.prompt_token_ids)
+
+    def take(self, budget: int) -> tuple[int, bool]:
+        """Spend at most `budget` tokens on this request. Returns (tokens spent, whether it yields a token)."""
+        spent = min(self.prompt_left or 1, budget)
+        if spent and self.prompt_left:
+            self.prompt_left -= spent
+        return spent, spent > 0 and self.prompt_left == 0
 
     def step(self) -> list[Any]:
         """One item of an outputs array."""
@@ -40,7 +54,7 @@ class _Job:
         return [
             self.request.request_id,
             [token],
-            None,
+            None if self.logprobs is None else logprobs.pack(logprobs.of_token(token, self.logprobs)),
             None,
             None,
             None if reason is None else int(reason),
@@ -55,9 +69,10 @@ class _Job:
 class Scheduler:
     """At most `max_num_seqs` requests run at a time; the others wait in order of arrival."""
 
-    def __init__(self, *, rank: int, max_num_seqs: int) -> None:
+    def __init__(self, *, rank: int, max_num_seqs: int, max_num_batched_tokens: int = 2048) -> None:
         self._rank = rank
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._running: dict[str, _Job] = {}
         self._waiting: deque[_Job] = deque()
 
@@ -95,13 +110,15 @@ class Scheduler:
         return self.abort([job.request.request_id for job in jobs])
 
     def step(self) -> dict[int, Outputs]:
-        """Give every running request one token. Returns the outputs of each client index that has any."""
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            job = self._waiting.popleft()
-            self._running[job.request.request_id] = job
+        """Give every running request one token, as far as the budget goes. Returns outputs by client index."""
+        budget = self._max_num_batched_tokens
         items: dict[int, list[list[Any]]] = {}
         finished: dict[int, list[str]] = {}
-        for request_id, job in list(self._running.items()):
+        for request_id, job in self._admitted():
+            spent, yields = job.take(budget)
+            budget -= spent
+            if not yields:
+                continue
             item = job.step()
             client = job.request.client_index
             items.setdefault(client, []).append(item)
@@ -112,3 +129,10 @@ class Scheduler:
             client: Outputs(engine=self._rank, outputs=outputs, finished=finished.get(client))
             for client, outputs in items.items()
         }
+
+    def _admitted(self) -> list[tuple[str, _Job]]:
+        """What runs in this step: those that ran before come first, so prompts get what the others leave."""
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            job = self._waiting.popleft()
+            self._running[job.request.request_id] = job
+        return list(self._running.items())

@@ -17,9 +17,12 @@ class Finished(Struct, frozen=True, kw_only=True):
 
 
 class Waves:
-    def __init__(self, *, rank: int, wire: Wire) -> None:
+    """One rank's part in the waves; `sync_interval_steps` overrides the release's own."""
+
+    def __init__(self, *, rank: int, wire: Wire, sync_interval_steps: int | None = None) -> None:
         self._rank = rank
         self._wire = wire
+        self._sync_interval_steps = sync_interval_steps or wire.sync_interval_steps
         self.wave = 0
         self.running = False
         self.step_counter = 0
@@ -51,7 +54,8 @@ class Waves:
     def stepped(self, *, any_unfinished: bool) -> Finished | None:
         """Count one common step. `any_unfinished` is the group's answer, used only on the steps that ask."""
         self.step_counter += 1
-        asks = self.step_counter == 1 or self.step_counter % self._wire.sync_interval_steps == 0
+        asks = self.step_counter % self._sync_interval_steps == 0
+        asks = asks or (self.step_counter == 1 and self._wire.sync_after_first_step)
         if not asks or any_unfinished:
             return None
         self.running = False

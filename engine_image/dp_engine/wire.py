@@ -12,9 +12,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from dp_engine.tokens import END_OF_TEXT
+
 ADD, ABORT, START_DP_WAVE, UTILITY = b"\x00", b"\x01", b"\x02", b"\x03"
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 COORDINATOR_READY = b"READY"
+SCALE_NOTICE = "SCALE_ELASTIC_EP"
 SUBSCRIBE = b"\x01"
 
 encode = msgspec.msgpack.Encoder().encode
@@ -36,10 +39,12 @@ class FinishReason(IntEnum):
     REPETITION = 4
 
 
-FINISH_NAMES: dict[FinishReason, Literal["stop", "length", "abort"]] = {
+FINISH_NAMES: dict[FinishReason, Literal["stop", "length", "abort", "error", "repetition"]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+    FinishReason.REPETITION: "repetition",
 }
 
 
@@ -67,27 +72,41 @@ def encode_add(
     rank: int | None,
     client_index: int,
     wave: int,
+    layout: str = "0.31",
 ) -> bytes:
-    """ADD in the newest layout: 22 slots (0.31 and later), always all of them."""
-    # 0-4 what to do, 5-8 arrival/lora/salt/rank, 9-10 embeddings, 11-14 client/wave/priority/trace,
-    # 15 resumable, 16 external id, 17-18 reasoning, 19 abort_immediately, 20 session, 21 kv hints
-    head = [request_id, prompt_token_ids, None, sampling, None]
-    middle = [time.time(), None, None, rank, None, None, client_index, wave, 0, None]
-    tail = [False, external_id, None, None, False, None, None]
-    return encode([*head, *middle, *tail])
+    """ADD in a release's layout, always with all slots; `layout` is `Wire.add_layout` (protocol notes §4.3)."""
+    what = [request_id, prompt_token_ids, None, sampling, None]
+    arrival = [time.time(), None, None, rank]  # then lora, cache salt, rank
+    where = [client_index, wave, 0, None]  # then priority, trace headers
+    external: list[Any] = [external_id]
+    match layout:
+        # Up to 0.16 the end-of-text id comes before the arrival time; what follows `where` grew release by release.
+        case "0.10.2":
+            slots = [*what, END_OF_TEXT, *arrival, *where]
+        case "0.11" | "0.14" | "0.15" | "0.16":
+            tail = {"0.11": [], "0.14": external, "0.15": [False, *external], "0.16": [False, *external, None]}[layout]
+            slots = [*what, END_OF_TEXT, *arrival, None, *where, *tail]  # None: prompt embeddings
+        case "0.17" | "0.20":
+            slots = [*what, *arrival, None, *where, False, *external, None, *[None] * (layout == "0.20")]
+        case "0.21" | "0.28" | "0.31":
+            # From here on also whether each item of a mixed prompt is a token id.
+            tail = [False, *external, None, None, False, *[None] * {"0.21": 0, "0.28": 1, "0.31": 2}[layout]]
+            slots = [*what, *arrival, None, None, *where, *tail]
+        case _:
+            raise ValueError(f"unknown request layout {layout}")
+    return encode(slots)
 
 
 def decode_add(payload: bytes) -> Request:
-    """Read an ADD of any known layout by sniffing: a float in slot 5 marks 0.17 and later.
+    """Read an ADD of any known layout by sniffing: a number in slot 10 can only be the client index.
 
     Raises msgspec.DecodeError on bytes that are no msgpack, ValueError on an array that is no request.
     """
     slots = decode(payload)
     if not isinstance(slots, list) or len(slots) < 9 or not isinstance(slots[0], str):
         raise ValueError(f"not a request array: {str(slots)[:200]}")
-    new_family = isinstance(slots[5], float)
-    # prompt_is_token_ids entered at slot 10 in 0.21 and moved client_index to 11; before 0.17 it was 11 as well.
-    at_10 = new_family and len(slots) > 10 and isinstance(slots[10], int) and not isinstance(slots[10], bool)
+    # It was at 10 in 0.10.2 and from 0.17 to 0.20; otherwise embeddings or a prompt's kinds of items moved it to 11.
+    at_10 = len(slots) > 10 and isinstance(slots[10], int) and not isinstance(slots[10], bool)
     position = 10 if at_10 else 11
     client_index, wave = ([*slots[position : position + 2], 0, 0])[:2]
     sampling = slots[3] or {}
@@ -105,8 +124,8 @@ def decode_add(payload: bytes) -> Request:
 class Outputs(Struct, frozen=True, kw_only=True):
     """One message of an engine, to a front end or to the coordinator.
 
-    `outputs` items are `[request id, new token ids, None, None, None, finish reason or None, stop reason or None]`:
-    the slots that never moved. `stats` is a map by field name.
+    `outputs` items are `[request id, new token ids, log probabilities or None, None, None, finish reason or None,
+    stop reason or None]`: the slots that never moved. `stats` is a map by field name.
     """
 
     engine: int
@@ -118,7 +137,8 @@ class Outputs(Struct, frozen=True, kw_only=True):
     start_wave: int | None = None
 
 
-def encode_outputs(message: Outputs, *, now: float) -> bytes:
+def encode_outputs(message: Outputs, *, now: float, weight_version_slot: bool = False) -> bytes:
+    """The outputs array: eight slots, nine since 0.32. `now` is the engine's monotonic clock."""
     return encode(
         [
             message.engine,
@@ -129,6 +149,7 @@ def encode_outputs(message: Outputs, *, now: float) -> bytes:
             message.finished,
             message.wave_complete,
             message.start_wave,
+            *[None] * weight_version_slot,
         ]
     )
 
@@ -150,42 +171,54 @@ def decode_outputs(payload: bytes) -> Outputs:
     )
 
 
+# Keys of the first input frame in the order in which releases added them; `Wire.first_frame_keys` says how many.
+READY_RESPONSE_KEYS = (
+    *("max_model_len", "num_gpu_blocks", "dp_stats_address", "dtype", "block_size", "vllm_version"),
+    *("world_size", "data_parallel_size", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "data_parallel_rank"),
+    *("max_num_seqs", "max_num_batched_tokens", "instance_id", "supports_lora", "max_loras"),
+)
+
+
 def ready_response(
     *,
+    keys: int = len(READY_RESPONSE_KEYS),
     rank: int,
     version: str,
     max_model_len: int,
     max_num_seqs: int,
+    max_num_batched_tokens: int,
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     data_parallel_size: int,
     stats_address: str | None,
     instance_id: str,
 ) -> bytes:
-    """First frame on every input socket since 0.20: a superset map that serves 0.20 to 0.33."""
-    return encode(
-        {
-            "max_model_len": max_model_len,
-            "num_gpu_blocks": NUM_BLOCKS,
-            "block_size": BLOCK_SIZE,
-            "dp_stats_address": stats_address,
-            "dtype": "bfloat16",
-            "vllm_version": version,
-            "world_size": tensor_parallel_size * pipeline_parallel_size,
-            "data_parallel_size": data_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "decode_context_parallel_size": 1,
-            "data_parallel_rank": rank,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": 2048,
-            "instance_id": instance_id,
-            "supports_lora": False,
-            "max_loras": 0,
-            "kv_cache_size_tokens": NUM_BLOCKS * BLOCK_SIZE,
-            "kv_cache_max_concurrency": NUM_BLOCKS * BLOCK_SIZE / max_model_len,
-        }
-    )
+    """First frame on every input socket: a map since 0.20, empty before (`keys` 0)."""
+    if keys == 0:
+        return b""
+    values: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "num_gpu_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "dp_stats_address": stats_address,
+        "dtype": "bfloat16",
+        "vllm_version": version,
+        "world_size": tensor_parallel_size * pipeline_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "decode_context_parallel_size": 1,
+        "data_parallel_rank": rank,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "instance_id": instance_id,
+        "supports_lora": False,
+        "max_loras": 0,
+        "kv_cache_size_tokens": NUM_BLOCKS * BLOCK_SIZE,
+        "kv_cache_max_concurrency": NUM_BLOCKS * BLOCK_SIZE / max_model_len,
+    }
+    return encode({key: values[key] for key in READY_RESPONSE_KEYS[:keys]})
 
 
 NUM_BLOCKS = 8192

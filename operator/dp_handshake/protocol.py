@@ -154,6 +154,7 @@ class Handshake(Struct, kw_only=True):
     connections: dict[int, int] = field(default_factory=dict)  # descriptor -> rank
     connection_of: dict[int, int] = field(default_factory=dict)  # rank -> descriptor
     suspects: dict[int, float] = field(default_factory=dict)  # rank -> when it is taken for lost
+    silent_since: dict[str, float] = field(default_factory=dict)  # address -> since when, after a restart
     undelivered: dict[int, list[bytes]] = field(default_factory=dict)  # rank -> its INIT
 
     def count(self, stage: Stage) -> int:
@@ -297,7 +298,7 @@ def _peer_frames(state: Handshake, event: PeerFrames, *, now: float) -> list[Eff
                 rank,
             )
         state.stages[rank] = Stage.ASKED
-        return [Forward(rank, event.frames[0], "HELLO")]
+        return [*_find(state, rank), Forward(rank, event.frames[0], "HELLO")]
     if stage == Stage.CONNECTED or (state.adopting and stage == Stage.NEW):
         state.stages[rank] = Stage.LEAVING
         state.undelivered.pop(rank, None)
@@ -319,6 +320,7 @@ def _head_frames(state: Handshake, event: HeadFrames) -> list[Effect]:
 def _tick(state: Handshake, event: Tick, *, now: float) -> list[Effect]:
     effects: list[Effect] = [Answer(rank, frames) for rank, frames in state.undelivered.items()]
     state.undelivered = {}
+    effects += _unheard(state, event.open, now=now)
     due = [rank for rank, at in state.suspects.items() if now >= at]
     if not due and not state.lost:
         return effects
@@ -336,6 +338,36 @@ def _tick(state: Handshake, event: Tick, *, now: float) -> list[Effect]:
         # A rank that waits for an answer stays lost even when it is connected: its INIT went to an earlier process.
         if owner and state.stages[entry.rank] == Stage.CONNECTED and missing[owner.address] == 0:
             effects += _find(state, entry.rank)
+    return effects
+
+
+def _unheard(state: Handshake, open_: dict[str, int], *, now: float) -> list[Effect]:
+    """Find ranks whose HELLO an earlier relay process had received and not read when it was killed.
+
+    Such a rank is connected, will not say HELLO again, and would wait for its INIT until it gives up. A rank says HELLO
+    with its connection, so one that is connected for a while and silent is one of them.
+    """
+    if not state.adopting:
+        return []
+    unheard: dict[str, list[int]] = {}
+    known: dict[str, int] = {}
+    for rank, owner in state.owners.items():
+        if rank >= state.head_ranks and state.stages[rank] == Stage.NEW:
+            unheard.setdefault(owner.address, []).append(rank)
+        elif rank >= state.head_ranks and state.stages[rank] < Stage.LEAVING:
+            known[owner.address] = known.get(owner.address, 0) + 1
+    effects: list[Effect] = []
+    silent: dict[str, float] = {}
+    for address, ranks in unheard.items():
+        excess = open_.get(address, 0) - known.get(address, 0)
+        if excess <= 0:
+            continue
+        silent[address] = state.silent_since.get(address, now)
+        if now - silent[address] >= LOST_AFTER_RESTART_S:
+            for rank in ranks[:excess]:
+                text = f"rank {rank} is connected and silent: the relay restarted when it had received its HELLO"
+                effects += _lose(state, rank, text, now=now)
+    state.silent_since = silent
     return effects
 
 

@@ -74,7 +74,7 @@ class Port:
         self._gate = admission.Gate(capacity=_capacity(peers, head_ranks=state.head_ranks))
         self._tickets: dict[int, list[bytes]] = {}
         self._next_ticket = 0
-        self._answered: list[int] = []
+        self._due: list[int] = []
         self._context = zmq.Context()
         try:
             self._open(pod_ip, rpc_port, heartbeat or Heartbeat())
@@ -134,8 +134,10 @@ class Port:
         """Let time pass; to be called several times a second."""
         now = self._clock()
         self.pump()
-        for ticket in admission.due(self._gate, now=now):
+        # Let in one tick late, when the ROUTER has certainly let go of the identities of what ended.
+        for ticket in self._due:
             self._reply(self._tickets.pop(ticket), b"200")
+        self._due = admission.due(self._gate, now=now)
         self._run(protocol.step(self._state, protocol.Tick(self._gate.counts), now=now))
         self._upstreams.tick(now)
         self.pump()
@@ -162,12 +164,20 @@ class Port:
                 admission.accepted(self._gate, descriptor, address)
 
     def _drain_zap(self) -> bool:
-        for count in range(_BATCH):
+        requests: list[list[bytes]] = []
+        while len(requests) < _BATCH:
             try:
-                request = self._zap.recv_multipart(zmq.DONTWAIT)
+                requests.append(self._zap.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
-                return count > 0
-            self._drain_monitor()
+                break
+        if not requests:
+            return False
+        # A peer that closed and connects anew is let in only when the ROUTER has let go of its identity. The ROUTER does
+        # so while it is read; what libzmq told it about the old connection was told before the new one asked.
+        while self._drain_router():
+            pass
+        self._drain_monitor()
+        for request in requests:
             self._admit(request)
         return True
 
@@ -235,6 +245,7 @@ class Port:
     def _delivered(self, rank: int) -> None:
         self._journal.write([(rank, protocol.Stage.READY)])
         self._run(protocol.step(self._state, protocol.Delivered(rank), now=self._clock()))
+        self._on_change()
 
     def _run(self, effects: list[protocol.Effect]) -> None:
         # Before a HELLO goes on, it is written down: a relay that is killed must not forward a second one.
@@ -255,7 +266,8 @@ class Port:
                 log.warning("rank %d (pod %s) lost: %s", effect.lost.rank, effect.lost.pod, effect.lost.message)
             else:
                 log.info("rank %d is back", effect.rank)
-        self._on_change()
+        if effects:
+            self._on_change()
 
     def _answer(self, effect: protocol.Answer) -> None:
         try:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.2
 TICK_S = 0.1
+TICK_WHEN_READY_S = 1.0
 HEALTH_S = 1.0
 HEALTH_SOON_S = 0.25
 LISTEN_POLL_S = 0.2
@@ -132,7 +133,7 @@ class Service:
 
     async def _ticker(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self._seen.ready_at is None else TICK_WHEN_READY_S)
             if self._port is not None:
                 self._port.tick()
 
@@ -287,6 +288,12 @@ class Service:
         current = self._build()
         if self._published is None or structs.replace(current, time=0.0) != structs.replace(self._published, time=0.0):
             self._save()
+            if self._published is None or self._published.stages != current.stages:
+                shown = current.stages
+                log.info(
+                    "ranks: arrived %s; connected %s; loaded %s; ready %s",
+                    *(text[:100] or "none" for text in (shown.arrived, shown.connected, shown.loaded, shown.ready)),
+                )
             self._published = current
             self._version += 1
 

@@ -113,7 +113,8 @@ def _ready(
     if cr.spec.suspend:
         return _condition("Ready", False, "Suspended", "suspend is true: no group runs")
     if len(updated) == wanted:
-        return _condition("Ready", True, "AllGroupsServe", f"all {wanted} groups serve the newest revision")
+        groups = "the group serves" if wanted == 1 else f"all {wanted} groups serve"
+        return _condition("Ready", True, "AllGroupsServe", f"{groups} the newest revision")
     words = [_group_words(entry) for entry in current if entry not in serving]
     old = [str(entry.index) for entry in serving if entry not in updated]
     if old:

@@ -84,12 +84,12 @@ def describe(objects: IncarnationObjects, now: float, monitor_error: str) -> Wai
             missing = _missing_ranks(
                 objects, plan, text, pods, absent_local=plan.head_ranks - getattr(snapshot.local, word)
             )
-            prefix = f"{count} of {size} ranks {word} {elapsed} after release"
+            prefix = f"{count} of {size} ranks {word} {elapsed} release"
             hint = f"; not {word}: {missing}" if missing else ""
             if word == "connected" and snapshot.listening_at is None and size > plan.head_ranks:
                 hint = "; the head's engine does not listen for ranks yet"
             return Waiting(f"{prefix}{hint}{_warnings(snapshot)}"[:1024], stages, look_again_at)
-    text = f"all {size} ranks ready {elapsed} after release; "
+    text = f"all {size} ranks ready {elapsed} release; "
     text += (snapshot.ready_at and unready(objects)) or f"the API of {plan.head_pod} does not answer yet"
     return Waiting(text, stages, look_again_at)
 
@@ -232,12 +232,10 @@ def _missing_ranks(
 
 def _elapsed(seconds_passed: float) -> tuple[str, float]:
     """(words, seconds until which they hold)."""
-    passed = 0
-    for step in _STEPS_S:
-        if seconds_passed < step:
-            return _duration(passed), float(step)
-        passed = step
-    return _duration(passed), float("inf")
+    passed = [step for step in _STEPS_S if step <= seconds_passed]
+    coming = [step for step in _STEPS_S if step > seconds_passed]
+    words = f"over {_duration(passed[-1])} after" if passed else "just after"
+    return words, float(coming[0]) if coming else float("inf")
 
 
 def _duration(amount_s: int) -> str:

@@ -40,6 +40,7 @@ def kill_all(below: Path) -> None:
     inside = [pid for pid in parents if pid not in shims and _descends(pid, frozenset(shims), parents)]
     for group in (inside, shims):
         stop_started(identified(group), grace_s=0)
+    _remove_shim_sockets(below)
 
 
 def unmount(*directories: Path) -> None:
@@ -57,12 +58,19 @@ def mounts(*directories: Path) -> list[str]:
 
 
 def bundles(below: Path) -> list[Path]:
-    """The runtime's directory of every container, running or left over; its name is the container's id."""
-    return list(below.glob("*/containerd/io.containerd.runtime.v2.task/*/*"))
+    """The runtime's directory of every container, running or left over; its name is the container's id.
+
+    `below` is the run directory of the bed or of one node.
+    """
+    inside = "containerd/io.containerd.runtime.v2.task/*/*"
+    return [*below.glob(inside), *below.glob(f"*/{inside}")]
 
 
-def remove_shim_sockets(below: Path) -> None:
-    """Shims keep their sockets in a directory of the whole machine; the address of each is noted in its bundle."""
+def _remove_shim_sockets(below: Path) -> None:
+    """Shims keep their sockets in a directory of the whole machine; the address of each is noted in its bundle.
+
+    At once when they are killed: a containerd that starts again removes the bundles of dead shims, notes and all.
+    """
     for bundle in bundles(below):
         with contextlib.suppress(FileNotFoundError):
             path = (bundle / "address").read_text().strip().removeprefix("unix://")

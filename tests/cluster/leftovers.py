@@ -60,7 +60,6 @@ def sweep(owner: Owner | None) -> None:
     containers.kill_all(RUN)
     # A start that was killed right after it made a process had no time to record it.
     processes.stop_started(processes.identified(network.members()), grace_s=0)
-    containers.remove_shim_sockets(RUN)
     containers.remove_cni_results(RUN)
     containers.remove_cgroups(RUN)
     state = Path(owner.checkout if owner else CHECKOUT) / ".cluster"

@@ -113,11 +113,11 @@ def rank_behind_nat(context: zmq.Context[Any], one: Group) -> Rank:
 def test_a_long_load_behind_nat_does_not_cost_the_ready(group: Make) -> None:
     """Between HELLO and READY nothing is said for longer than the NAT entry lives: heartbeats keep it."""
     with start(group, heartbeat_s=0.4) as (one, head, context):
-        sysctl(NAT, "net.netfilter.nf_conntrack_tcp_timeout_established", 2)
+        sysctl(NAT, "net.netfilter.nf_conntrack_tcp_timeout_established", 1)
         rank = rank_behind_nat(context, one)
         rank.hello()
         rank.init()
-        time.sleep(3.5)  # the load itself; the entry lives for 2 s
+        time.sleep(3)  # the load itself; the entry lives for 1 s
         rank.ready()
         with inside(HEAD):
             head.finished()
@@ -164,7 +164,7 @@ def test_a_silently_dropped_nat_entry_between_hello_and_ready_does_not_cost_the_
 @pytest.mark.usefixtures("network")
 def test_a_rank_whose_old_connection_lives_on_at_the_relay_is_not_swallowed(group: Make) -> None:
     """Only the rank's side is reset, as by a NAT box without entry; it is back while the relay has the old connection."""
-    with start(group, heartbeat_s=1) as (one, head, context):
+    with start(group, heartbeat_s=0.6) as (one, head, context):
         rank = rank_behind_nat(context, one)
         rank.hello()
         rank.init()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dp_handshake.messages import Snapshot, WorkerSet
 from dp_handshake.ranks import parse_ranks
@@ -107,13 +112,13 @@ def test_a_stranger_under_a_live_identity_does_not_silence_the_rank(group: Make,
     rank = one.rank(context, 1)
     rank.hello()
     rank.init()
-    for source in (one.addresses["g-w-0"], "127.9.9.9"):
-        stranger = Rank(context, 1, one.plan.rpc_port, source=source)
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_CONNECTED)
-        assert monitor.poll(5000), "the stranger connects"
-        time.sleep(0.3)  # long enough for the relay to see it under the rank's identity
-        stranger.socket.disable_monitor()
-        stranger.socket.close(0)
+    neighbour = one.rank(context, 1)
+    _until(lambda: _connections(one.plan.rpc_port, one.addresses["g-w-0"]) == 2)
+    time.sleep(0.3)  # long enough for the relay to see it under the rank's identity
+    neighbour.socket.close(0)
+    foreigner = one.rank(context, 1, source="127.9.9.9")
+    one.relay.until(lambda snapshot: kinds(snapshot) == ["ForeignPeer"])
+    foreigner.socket.close(0)
     rank.ready()
     head.finished()
     snapshot = one.relay.until(ready)
@@ -148,9 +153,7 @@ def test_everything_that_would_end_the_head_is_stopped_and_named(group: Make, co
         before = one.relay.snapshot().violation_count
         one.relay.until(lambda snapshot: snapshot.violation_count > before or snapshot.violation_count >= expected)
         sock.close(0)
-        end = time.monotonic() + 5
-        while time.monotonic() < end and _connections(one.plan.rpc_port, source):
-            time.sleep(0.02)
+        _until(lambda: not _connections(one.plan.rpc_port, source))
 
     cases: list[tuple[str, int, tuple[bytes, ...], str, bytes | None]] = [
         ("UnexpectedRank", 9, (HELLO,), wrong, None),
@@ -260,11 +263,10 @@ def test_loaded_and_local_ranks_are_seen_in_the_kernels_tables(group: Make, cont
         one.relay.check_in_all(one.addresses)
         one.head = Head(one.plan, init=init_message(input_port=inputs.getsockname()[1]))
         one.relay.until(lambda snapshot: snapshot.listening_at is not None)
-        local = Rank(context, 0, one.plan.rpc_port + 1, source="127.0.0.1")
-        monitor = local.socket.get_monitor_socket(zmq.EVENT_CONNECTED)
-        assert monitor.poll(5000)
-        ranks = one.ranks(context)
-        for rank in ranks:
+        ranks = [Rank(context, 0, one.plan.rpc_port + 1, source="127.0.0.1")]
+        _until(lambda: _connections(one.plan.rpc_port + 1, "127.0.0.1") > 0)
+        ranks += one.ranks(context)
+        for rank in ranks[1:]:
             rank.hello()
             rank.init()
         snapshot = one.relay.until(lambda snapshot: snapshot.local.connected == 1)
@@ -316,6 +318,79 @@ def test_a_relay_killed_between_hello_and_ready_carries_on(group: Make, context:
     assert done.lost == []
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_relay_killed_at_any_moment_never_ends_the_head_and_names_who_suffers(
+    group: Make, context: Context, seed: int
+) -> None:
+    """Killed while ranks say HELLO: each of them gets through or is named as lost within seconds."""
+    one = group(size=48)
+    head = one.start()
+    first = one.relay.worker_pid()
+    killer = threading.Timer(random.Random(seed).uniform(0.001, 0.03), os.kill, (first, signal.SIGKILL))
+    killer.start()
+    ranks = one.ranks(context)
+    for rank in ranks:
+        rank.hello()
+    killer.join()
+    answered: set[int] = set()
+
+    def settled(snapshot: Snapshot) -> bool:
+        for rank in ranks:
+            if rank.rank not in answered and rank.socket.poll(0):
+                rank.socket.recv()
+                answered.add(rank.rank)
+        # At most 16 are listed.
+        return len(answered | {entry.rank for entry in snapshot.lost}) == len(ranks) or len(snapshot.lost) == 16
+
+    one.relay.until(settled, within_s=15)
+    for rank in ranks:
+        if rank.rank in answered:
+            rank.ready()
+    one.relay.until(lambda snapshot: answered <= parse_ranks(snapshot.stages.ready))
+    assert head.error is None
+    assert one.relay.worker_pid() != first
+
+
+def test_any_frames_from_anybody_leave_relay_and_head_alive(group: Make, context: Context) -> None:
+    one = group(size=4)
+    head = one.start()
+    first = one.relay.worker_pid()
+    sources = [*(one.addresses[f"g-w-{number}"] for number in range(3)), "127.9.9.9"]
+    identities = st.one_of(
+        st.integers(0, 5).map(lambda rank: rank.to_bytes(2, "little")), st.binary(min_size=1, max_size=4)
+    )
+    payloads = st.one_of(st.sampled_from([HELLO, READY]), st.binary(max_size=30))
+    talk = st.tuples(
+        identities,
+        st.sampled_from(sources),
+        st.lists(st.lists(payloads, min_size=1, max_size=3), min_size=1, max_size=3),
+    )
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(talk, min_size=1, max_size=4))
+    def disturb(talks: list[tuple[bytes, str, list[list[bytes]]]]) -> None:
+        sockets = []
+        for identity, source, messages in talks:
+            sock = context.socket(zmq.DEALER)
+            sock.set(zmq.IDENTITY, identity)
+            sock.set(zmq.LINGER, 200)
+            sock.connect(f"tcp://{source}:0;127.0.0.1:{one.plan.rpc_port}")
+            with contextlib.suppress(zmq.Again):  # turned away already
+                for frames in messages:
+                    sock.send_multipart(frames, zmq.DONTWAIT)
+            sockets.append(sock)
+        time.sleep(0.01)
+        for sock in sockets:
+            sock.close()
+
+    disturb()
+    snapshot = one.relay.until(lambda snapshot: snapshot.violation_count > 0)
+    assert len(snapshot.violations) <= 32
+    assert one.relay.worker_pid() == first
+    assert head.error is None
+    assert len(head.seen) == len(set(head.seen))
+
+
 def test_a_crash_after_ready_leaves_the_pod_as_it_was(group: Make, context: Context) -> None:
     one = group(size=2)
     head = one.start()
@@ -359,6 +434,13 @@ def test_ipv6(group: Make, context: Context) -> None:
         rank.ready()
     head.finished()
     assert one.relay.until(ready).stages.ready == "0-2"
+
+
+def _until(condition: Callable[[], bool], *, within_s: float = 5) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {within_s} s"
+        time.sleep(0.02)
 
 
 def _connections(port: int, source: str) -> int:

@@ -93,7 +93,7 @@ REFUSED = {
     "m -dp 4 -dpm -dpl 3 --moe": "--data-parallel-multi-port-external-lb requires",
     "m -dp 4 -dpm -dpl 2 -dpe --moe": "goes with none of",
     "m -dp 4 -dpm -dpl 2 -asc 2 --moe": "requires --api-server-count 1",
-    "m --emulate-version 0.11": "oldest wire that is implemented",
+    "m --emulate-version 0.9": "oldest wire that is implemented",
     "m --emulate-version newest": "not a version",
     "m --fault slow-toad": "unknown fault",
     "m --fault slow-load:minutes=3": "cannot use 'minutes=3'",

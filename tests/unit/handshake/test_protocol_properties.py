@@ -70,7 +70,7 @@ def head_accepts(states: dict[int, str], effect: protocol.Forward) -> None:
     states[effect.rank] = after
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps)
 def test_whatever_comes_the_head_gets_only_what_it_expects(script: list[tuple[protocol.Event, bool]]) -> None:
     state = Handshake(size=SIZE, head_ranks=HEAD_RANKS, headless=True, stages=bytearray(SIZE))

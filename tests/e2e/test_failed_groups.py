@@ -1,0 +1,89 @@
+"""A group that lost a member is replaced as a whole, once, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import datetime
+from typing import Any
+
+import urllib3
+
+from tests.e2e.kube import LABELS, Film, RefusedError, Space, condition, dpd, engine_state, until
+
+
+def seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
+def test_deleting_a_worker_while_the_group_starts_replaces_it_once_and_crashes_no_head(space: Space) -> None:
+    with Film(space, "pods") as film:
+        space.create(dpd("start", size=3, faults=["slow-load:ranks=1,seconds=5"]))
+        until(
+            "rank 1 loads",
+            lambda: space.snapshot("start")["stages"],
+            lambda seen: seen.get("connected") == "0-2" and seen.get("loaded") != "0-2",
+            within_s=60,
+        )
+        first = space.group("start")
+        (victim,) = [name for name in space.pods("start", role="worker") if name.endswith("-w-1")]
+        space.kubectl("delete", "pod", victim, "--wait=false")
+        until(
+            "another incarnation is Ready",
+            lambda: space.group("start"),
+            lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
+            within_s=90,
+        )
+    group = space.group("start")
+    (failure,) = group["lastFailures"]
+    assert failure["reason"] == "PodDeleted"
+    assert failure["pod"] == victim
+    assert failure["rank"] == 2
+    assert failure["charged"] is False
+    assert group["restarts"] == 0
+    incarnations = {pod["metadata"]["labels"][f"{LABELS}/incarnation"] for pod in film.frames}
+    assert incarnations == {first["incarnation"], group["incarnation"]}
+    heads = [pod for pod in film.frames if pod["metadata"]["name"] == first["headPod"]]
+    assert any(pod["metadata"].get("deletionTimestamp") for pod in heads)
+    alive = [pod for pod in heads if not pod["metadata"].get("deletionTimestamp")]
+    assert not [state for pod in alive if (state := engine_state(pod).get("terminated"))]
+    space.until_ready("start")
+    space.complete_many("start", 6)
+
+
+def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after_the_back_off(space: Space) -> None:
+    policy = {"backoffSeconds": 6}
+    space.create(dpd("served", size=2, faults=["crash-on-request:ranks=1,code=77"], failurePolicy=policy))
+    space.until_ready("served")
+    first = space.group("served")
+    with Film(space, "dataparalleldeployments") as film:
+        with contextlib.suppress(RefusedError, urllib3.exceptions.HTTPError):  # nobody is left to answer it
+            space.complete("served", rank=1, timeout_s=2)
+        until(
+            "another incarnation is Ready",
+            lambda: space.group("served"),
+            lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
+            within_s=90,
+        )
+    group = space.group("served")
+    (failure,) = group["lastFailures"]
+    assert (failure["rank"], failure["reason"], failure["charged"]) == (1, "EngineExited", True)
+    assert failure["incarnation"] == first["incarnation"]
+    # As with vLLM: a headless node whose rank dies ends with exit code 0.
+    assert failure["exitCode"] == 0
+    assert "exited with code 0" in failure["message"]
+    assert "FAULT crash-on-request strikes: exit code 77" in failure["logTail"]
+    assert group["restarts"] == 1
+    assert not [entry for entry in space.status("served")["groups"] if entry["incarnation"] == first["incarnation"]]
+
+    waits = [entry for frame in film.frames for entry in _groups(frame) if entry.get("nextAttemptAt")]
+    (next_attempt,) = {entry["nextAttemptAt"] for entry in waits if entry["state"] in ("Stopping", "Waiting")}
+    assert seconds(next_attempt) >= seconds(failure["time"]) + 5  # whole seconds
+    assert seconds(group["createdAt"]) >= seconds(next_attempt)
+    said = [condition(frame["status"], "Ready")["message"] for frame in film.frames if _groups(frame)]
+    assert any(f"next attempt at {next_attempt}" in text and "rank 1" in text for text in said)
+    space.until_ready("served")
+
+
+def _groups(frame: Any) -> list[Any]:
+    groups: list[Any] = frame.get("status", {}).get("groups", [])
+    return groups
