@@ -13,7 +13,8 @@ Only the answer "refused" ends the wait without starting the engine: a container
 a second time in a handshake that can happen only once.
 
 Environment, given by the operator: DPD_POD_NAME, DPD_POD_IP, DPD_ROLE (head or worker), DPD_WORKER_SET (the
-StatefulSet of a worker), DPD_TERMINATION_LOG.
+StatefulSet of a worker), DPD_GROUP_DIR (shared with the user's own containers), DPD_TERMINATION_LOG. The engine gets
+DPD_HEAD_IP and DPD_START_RANK besides.
 """
 
 # ruff: noqa: PLC0415 - the probe must start fast, so each command imports what it needs
@@ -36,6 +37,7 @@ FIRST_WAIT_S = 0.0  # the first answer comes at once, so that the log says soon 
 WAIT_S = 10.0
 SAY_EVERY_S = 10.0
 PROBE_TIMEOUT_S = 2.0
+TELL_FOR_S = 10.0
 
 
 def read_plan() -> dict[str, Any]:
@@ -133,6 +135,43 @@ def device_count(visible: str | None) -> int | None:
     return len([item for item in visible.split(",") if item.strip()])
 
 
+def devices_here(visible: str | None, environ: dict[str, str]) -> int | None:
+    """Count the accelerators of this container: by the engine's variable, the NVIDIA runtime's, or device files."""
+    counted = device_count(visible)
+    if counted is None:
+        counted = device_count(environ.get("NVIDIA_VISIBLE_DEVICES"))
+    if counted is None:
+        try:
+            names = os.listdir("/dev")
+        except OSError:
+            return None
+        counted = len([name for name in names if name.startswith("nvidia") and name[6:].isdigit()]) or None
+    return counted
+
+
+def remove_stale_segments(directory: str = "/dev/shm") -> int:  # noqa: S108
+    """Remove shared memory that an engine left behind when it was killed; /dev/shm is this pod's own volume.
+
+    Only names that Python's multiprocessing, PyTorch and NCCL give, and only our own files.
+    """
+    removed = 0
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return 0
+    for name in names:
+        path = os.path.join(directory, name)
+        if not name.startswith(("psm_", "sem.mp-", "torch_", "nccl-")):
+            continue
+        try:
+            if os.lstat(path).st_uid == os.getuid():
+                os.unlink(path)
+                removed += 1
+        except OSError:
+            pass
+    return removed
+
+
 def shared_memory_bytes() -> int | None:
     try:
         info = os.statvfs("/dev/shm")  # noqa: S108 - its size is what is asked
@@ -147,7 +186,19 @@ def preflight(plan: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     first, ranks = first_rank(plan, role=role, pod=pod, worker_set=environ.get("DPD_WORKER_SET", ""))
     name = plan.get("visibleDevicesEnvName") or ""
     visible = environ.get(name) if name else None
-    found = {
+    needed = int(plan.get("headDevices" if role == "head" else "workerDevices") or 0)
+    devices = devices_here(visible, environ) if needed else device_count(visible)
+    memory = shared_memory_bytes()
+    wanted = int(plan.get("sharedMemoryBytes") or 0) * max(1, ranks)
+    warnings = []
+    if needed and devices is not None and devices > needed:
+        warnings.append(f"{devices} devices are visible, {needed} are needed")
+    if memory is not None and memory < wanted:
+        # A tmpfs is no larger than the pod's memory limit allows.
+        warnings.append(
+            f"shared memory: {memory // 2**20} MiB of {wanted // 2**20} MiB in /dev/shm: is the memory limit too low?"
+        )
+    found: dict[str, Any] = {
         "incarnation": plan["incarnation"],
         "pod": pod,
         "ip": environ["DPD_POD_IP"],
@@ -156,11 +207,48 @@ def preflight(plan: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "firstRank": first,
         "ranks": ranks,
         "visibleDevices": visible,
-        "deviceCount": device_count(visible),
-        "sharedMemoryBytes": shared_memory_bytes(),
+        "deviceCount": devices,
+        "sharedMemoryBytes": memory,
         "engineVersion": installed_version(),
+        "warnings": warnings or None,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def obstacle(plan: dict[str, Any], found: dict[str, Any]) -> str:
+    """Say why this engine cannot run, in one line; empty if nothing is known to be wrong."""
+    needed = int(plan.get("headDevices" if found["role"] == "head" else "workerDevices") or 0)
+    devices, version, least = found.get("deviceCount"), found.get("engineVersion"), plan.get("needsVersion") or None
+    if needed and devices is not None and devices < needed:
+        seen = (
+            f" ({plan.get('visibleDevicesEnvName')}={found['visibleDevices']})" if found.get("visibleDevices") else ""
+        )
+        return (
+            f"{devices} devices are visible{seen}, but {found['ranks']} ranks here need {needed}: "
+            "does the node give this container all of them?"
+        )
+    if version and least and not within(version, least, None):
+        return f"the image has vLLM {version}, and {plan.get('needsVersionFor')} needs {least} or newer"
+    return ""
+
+
+def address_obstacle(own: str, head: str) -> str:
+    """Say why this pod cannot reach the head, from the two addresses alone; empty if it can."""
+    if (":" in own) != (":" in head):
+        return (
+            f"the head's address is {head} and this pod's is {own}: one is IPv6 and one IPv4. "
+            "Are the nodes' address families ordered differently?"
+        )
+    return ""
+
+
+def clean_environment() -> list[str]:
+    """Undo what a Service named vllm does to its neighbours; service links put its address into VLLM_PORT."""
+    port = os.environ.get("VLLM_PORT", "")
+    if "://" in port:
+        del os.environ["VLLM_PORT"]
+        return [f"VLLM_PORT={port} removed: a Service named vllm put it there, and vLLM would end"]
+    return []
 
 
 def ask(address: tuple[str, int], check_in: dict[str, Any], wait_s: float) -> tuple[dict[str, Any] | None, str]:
@@ -219,6 +307,15 @@ def wait_for_release(address: tuple[str, int], check_in: dict[str, Any]) -> dict
             pause_s = min(1.0, pause_s * 1.5)
 
 
+def tell(address: tuple[str, int], check_in: dict[str, Any]) -> None:
+    """Check in without waiting, for the facts alone: the operator shows them. Gives up after TELL_FOR_S."""
+    import time
+
+    end = time.monotonic() + TELL_FOR_S
+    while ask(address, check_in, 0.0)[0] is None and time.monotonic() < end:
+        time.sleep(0.5)
+
+
 def say(text: str) -> None:
     sys.stdout.write(f"launch: {text}\n")
     sys.stdout.flush()
@@ -256,11 +353,25 @@ def launch() -> int:
     except (OSError, KeyError, ValueError) as error:
         return fail(f"cannot start: {type(error).__name__}: {error}", EXIT_REFUSED)
     role, installed = check_in["role"], check_in.get("engineVersion")
+    stale = remove_stale_segments()
+    for text in [
+        *check_in.get("warnings", []),
+        *clean_environment(),
+        *([f"{stale} stale segments removed from /dev/shm"] if stale else []),
+    ]:
+        say(text)
+    wrong = obstacle(plan, check_in)
+    if wrong:
+        tell(monitor_address(plan, role), dict(check_in, warnings=[wrong, *check_in.get("warnings", [])]))
+        return fail(f"not started: {wrong}", EXIT_REFUSED)
     answer = wait_for_release(monitor_address(plan, role), check_in)
     if answer["state"] == "refused":
         reason = answer.get("message") or "refused by the monitor"
         return fail(f"not started: {reason}", EXIT_REFUSED)
     head_ip = str(answer.get("headIp"))
+    wrong = address_obstacle(check_in["ip"], head_ip)
+    if wrong:
+        return fail(f"not started: {wrong}", EXIT_REFUSED)
     fills = {"headIP": head_ip, "startRank": str(check_in["firstRank"])}
     try:
         argv = resolve(plan["headArgv" if role == "head" else "workerArgv"], fills=fills, installed=installed)
@@ -273,6 +384,8 @@ def launch() -> int:
     except OSError:
         pass  # a read-only file system: preStop then reads the environment
     os.environ["DPD_HEAD_IP"] = head_ip
+    os.environ["DPD_START_RANK"] = str(check_in["firstRank"])
+    tell_neighbours(os.environ.get("DPD_GROUP_DIR", ""), head_ip=head_ip, start_rank=check_in["firstRank"])
     line = " ".join(shlex.quote(item) for item in argv)
     say(f"engine {installed or 'of unknown version'}, {check_in['ranks']} ranks from {check_in['firstRank']}: {line}")
     try:
@@ -281,6 +394,19 @@ def launch() -> int:
         return fail(f"{command}: command not found in the image", EXIT_NOT_FOUND)
     except OSError as error:
         return fail(f"{command}: {error.strerror}", EXIT_CANNOT_EXECUTE)
+
+
+def tell_neighbours(directory: str, *, head_ip: str, start_rank: int) -> None:
+    """Leave a file `env` for containers of the user's own: it appears with the release, and all at once."""
+    if not directory:
+        return
+    path = os.path.join(directory, "env")
+    try:
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
+            file.write(f"DPD_HEAD_IP={head_ip}\nDPD_START_RANK={start_rank}\n")
+        os.rename(path + ".tmp", path)
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror}")
 
 
 def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:

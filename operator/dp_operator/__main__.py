@@ -1,4 +1,4 @@
-"""`python -m dp_operator`: run the operator.
+"""`python -m dp_operator`: run the operator. `python -m dp_operator plan -f FILE`: see what it would do, offline.
 
 Configuration comes from the environment, as the chart sets it:
 
@@ -23,7 +23,7 @@ import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from dp_operator import handlers, metrics
+from dp_operator import handlers, metrics, preview
 from dp_operator.client import ApiError, Client
 from dp_operator.lease import Lease
 from dp_operator.reconciler import Reconciler
@@ -152,6 +152,8 @@ async def _serve(reconciler: Reconciler, ready: asyncio.Event, *, standby: bool)
 
 def main() -> None:
     """Entry point of the container."""
+    if sys.argv[1:2] == ["plan"]:
+        sys.exit(preview.main(sys.argv[2:]))
     logging.basicConfig(
         level=os.environ.get("LOG_LEVEL", "INFO"), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

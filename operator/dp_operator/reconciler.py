@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from dp_operator import api, naming, rules
+from dp_operator import api, naming, rules, versions
 from dp_operator.cache import WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
 from dp_operator.metrics import RECONCILES
@@ -156,7 +156,7 @@ class Reconciler:
                 errors=rules.refusals(
                     name=cr.metadata.name,
                     spec=cr.spec,
-                    installed=installed_version(cr.status.groups, naming.revision(cr.spec)),
+                    installed=installed_version(cr.status.groups, naming.revision(cr.spec)) or versions.known(cr.spec),
                 ),
                 monitor_errors=self._monitors.errors,
             )

@@ -181,7 +181,7 @@ def installed_version(entries: list[GroupStatus], revision: str) -> str | None:
 
 
 def _version_assumed(cr: DataParallelDeployment, current: list[GroupStatus], revision: str) -> Condition:
-    version = cr.spec.engine.version or versions.from_image(cr.spec.engine.image)
+    version = versions.known(cr.spec)
     installed = installed_version(current, revision)
     if installed:
         differs = cr.spec.engine.version and versions.parse(cr.spec.engine.version) != versions.order(installed)[:2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from dp_operator.api import Spec
+
 NEWEST_KNOWN = "0.33"
 
 # Repositories whose tags are vLLM versions. Other images carry version numbers of their own products.
@@ -25,6 +27,11 @@ def from_image(image: str) -> str | None:
         return None
     match = _VERSION_TAG.match(tag)
     return match.group(1) if match else None
+
+
+def known(spec: Spec) -> str | None:
+    """Version that a spec names, by field or by the tag of its image; None where it has to be assumed."""
+    return spec.engine.version or from_image(spec.engine.image)
 
 
 def order(version: str) -> tuple[int, ...]:

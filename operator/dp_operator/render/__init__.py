@@ -15,7 +15,9 @@ from dp_operator.render.base import Incarnation, Manifest, Settings, owner_refer
 from dp_operator.render.devices import seen_by_rank, slot_devices
 from dp_operator.render.gang import pod_group
 from dp_operator.render.launchplan import config_map, launch_plan
-from dp_operator.render.pods import GRACE_MARGIN_S, head_pod, multiply, stateful_sets
+from dp_operator.render.objects import group_objects, kept_objects
+from dp_operator.render.pods import GRACE_MARGIN_S, head_pod, stateful_sets
+from dp_operator.render.quantity import in_bytes, multiply
 from dp_operator.render.services import client_service, disruption_budget, network_policy, rpc_service
 from dp_operator.render.shape import (
     api_ports,
@@ -45,8 +47,11 @@ __all__ = [
     "devices_per_rank",
     "disruption_budget",
     "engine_argv",
+    "group_objects",
     "head_pod",
     "head_ranks",
+    "in_bytes",
+    "kept_objects",
     "launch_plan",
     "multiply",
     "network_policy",

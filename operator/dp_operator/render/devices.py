@@ -6,6 +6,9 @@ from dp_operator import naming, versions
 from dp_operator.api import Spec
 from dp_operator.render.shape import devices_per_pod
 
+# From here on a device may be given by another name than its number, such as GPU-uuid.
+NAMES_SINCE = (0, 24)
+
 
 def slot_devices(spec: Spec, slot: int) -> range:
     """Device indices of a slot, contiguous."""
@@ -39,9 +42,9 @@ def seen_by_rank(visible: str, *, local_rank: int, world: int, version: str, env
     pipeline parallel size. Local ranks count from 0 in every pod. Gives device names of the node ("3"), or indices of
     what the container has where the variable is not set.
 
-    * below 0.11.2, and for other platforms than CUDA and ROCm until 0.23: the launcher of vLLM sets the variable anew
-      for each rank, to the items local_rank x world … (before 0.18 or so they have to be integers);
-    * 0.11.2 to 0.23 on CUDA: the variable stays, the worker adds local_rank x world to its own local rank;
+    * below 0.11.2, and on other platforms than CUDA and ROCm until 0.23: vLLM's launcher sets the variable anew for each
+      rank, to the items from local_rank x world on;
+    * 0.11.2 to 0.23 on CUDA and ROCm: the variable stays, the worker adds local_rank x world to its own local rank;
     * from 0.24: the list of each rank goes into its configuration.
 
     All three give the same items; they differ in what they accept. Raises ValueError where vLLM ends: too few items,
@@ -56,8 +59,9 @@ def seen_by_rank(visible: str, *, local_rank: int, world: int, version: str, env
             f"{env_name}={visible}: local rank {local_rank} needs the devices {first} to {first + world - 1} of it"
         )
     mine = items[first : first + world]
+    release = versions.order(version)
     cuda_like = env_name in {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
-    rewrites = versions.parse(version) < (0, 24) and not (cuda_like and versions.parse(version) >= (0, 12))
-    if rewrites and versions.parse(version) < (0, 18) and not all(item.isdigit() for item in mine):
+    rewrites = release < (0, 24) and not (cuda_like and release >= (0, 11, 2))
+    if rewrites and release < NAMES_SINCE and not all(item.isdigit() for item in mine):
         raise ValueError(f"{env_name}={visible}: vLLM {version} reads integers only")
     return mine

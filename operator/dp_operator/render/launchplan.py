@@ -11,6 +11,7 @@ from dp_operator import naming, rules
 from dp_operator.api import DataParallelDeployment
 from dp_operator.render.argv import engine_argv
 from dp_operator.render.base import Incarnation, Manifest, meta
+from dp_operator.render.quantity import in_bytes
 from dp_operator.render.shape import devices_per_pod, head_ranks, health, supervised, worker_sets
 
 
@@ -43,6 +44,7 @@ def launch_plan(cr: DataParallelDeployment, group: int, incarnation: str, monito
         visible_devices_env_name=spec.devices.visible_devices_env_name if assigned else "",
         head_devices=devices_per_pod(spec) if assigned and head_ranks(spec) else 0,
         worker_devices=devices_per_pod(spec) if assigned else 0,
+        shared_memory_bytes=in_bytes(spec.engine.shared_memory),
         needs_version=least[0] if least else "",
         needs_version_for=least[1] if least else "",
     )

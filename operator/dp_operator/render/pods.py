@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from dp_handshake.messages import MONITOR_PORT, WorkerSet
@@ -11,6 +10,7 @@ from dp_operator.api import EnvVar, Resources, Spec
 from dp_operator.render import gang
 from dp_operator.render.base import Incarnation, Manifest, incarnation_selector, labels, meta
 from dp_operator.render.devices import anti_affinity, device_labels, slot_devices
+from dp_operator.render.quantity import multiply
 from dp_operator.render.shape import (
     api_ports,
     devices_per_pod,
@@ -273,16 +273,3 @@ def _relay_container(inc: Incarnation) -> dict[str, Any]:
             {"name": "relay-state", "mountPath": STATE_DIR},
         ],
     }
-
-
-def multiply(quantity: int | str, factor: int) -> str:
-    """A Kubernetes quantity times an integer, same suffix: "2Gi" x 4 = "8Gi", "1.5Gi" x 3 = "4.5Gi"."""
-    match = re.fullmatch(r"\+?(\d*\.?\d*)(.*)", str(quantity))
-    if not match or not match.group(1):
-        raise ValueError(f"{quantity!r} is not a quantity such as 2Gi")
-    whole, _, fraction = match.group(1).partition(".")
-    scaled = int((whole or "0") + fraction) * factor
-    digits = str(scaled).rjust(len(fraction) + 1, "0")
-    if fraction:
-        digits = f"{digits[: -len(fraction)]}.{digits[-len(fraction) :]}".rstrip("0").rstrip(".")
-    return digits + match.group(2)
