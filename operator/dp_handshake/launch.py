@@ -352,7 +352,7 @@ def launch() -> int:
         check_in = preflight(plan, dict(os.environ))
     except (OSError, KeyError, ValueError) as error:
         return fail(f"cannot start: {type(error).__name__}: {error}", EXIT_REFUSED)
-    role, installed = check_in["role"], check_in.get("engineVersion")
+    role, installed = check_in["role"], check_in.get("engineVersion") or plan.get("assumedVersion")
     stale = remove_stale_segments()
     for text in [
         *check_in.get("warnings", []),

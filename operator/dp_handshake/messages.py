@@ -82,6 +82,7 @@ class LaunchPlan(_Message, frozen=True):
     head_devices: int = 0  # accelerators that the head's container must have; 0: not checked
     worker_devices: int = 0
     shared_memory_bytes: int = 0  # what /dev/shm should have per local rank; 0: not checked
+    assumed_version: str = ""  # what the operator believes where the image does not tell; empty: nothing
     needs_version: str = ""  # oldest vLLM that can do this, such as 0.22; empty: any
     needs_version_for: str = ""  # what it is needed for
     monitor_port: int = MONITOR_PORT

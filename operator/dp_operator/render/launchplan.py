@@ -7,7 +7,7 @@ import importlib.resources
 import msgspec
 
 from dp_handshake.messages import LaunchPlan
-from dp_operator import naming, rules
+from dp_operator import naming, rules, versions
 from dp_operator.api import DataParallelDeployment
 from dp_operator.render.argv import engine_argv
 from dp_operator.render.base import Incarnation, Manifest, meta
@@ -45,6 +45,7 @@ def launch_plan(cr: DataParallelDeployment, group: int, incarnation: str, monito
         head_devices=devices_per_pod(spec) if assigned and head_ranks(spec) else 0,
         worker_devices=devices_per_pod(spec) if assigned else 0,
         shared_memory_bytes=in_bytes(spec.engine.shared_memory),
+        assumed_version=versions.known(spec) or "",
         needs_version=least[0] if least else "",
         needs_version_for=least[1] if least else "",
     )

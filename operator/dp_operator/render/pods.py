@@ -16,6 +16,7 @@ from dp_operator.render.shape import (
     devices_per_pod,
     head_ranks,
     health,
+    pods,
     ranks_of,
     serves,
     supervised,
@@ -92,32 +93,30 @@ def _with_templates(inc: Incarnation, role: str, rendered: dict[str, Any]) -> di
     for overlay in (spec.template, spec.head_template if role == naming.HEAD else None):
         if overlay:
             result = merge(result, overlay)
-    return merge(result, {"spec": _told(inc, role, result["spec"])})
+    return result | {"spec": _with_guests_told(inc, role, result["spec"])}
 
 
-def _told(inc: Incarnation, role: str, pod: dict[str, Any]) -> dict[str, Any]:
+def _with_guests_told(inc: Incarnation, role: str, pod: dict[str, Any]) -> dict[str, Any]:
     """Tell containers of the user's own where they are: by environment, and by a file once the group is released."""
-    own = _environment(inc, role)
+    guests = [c for field in ("initContainers", "containers") for c in pod.get(field, []) if c["name"] not in _OURS]
+    if not guests:
+        return pod
     shared = {"name": "dpd-group", "mountPath": GROUP_DIR}
-    overlay: dict[str, Any] = {}
-    for field in ("initContainers", "containers"):
-        guests = [c for c in pod.get(field, []) if c["name"] not in _OURS]
-        if guests:
-            overlay[field] = [
-                {
-                    "name": guest["name"],
-                    # Theirs come later, so that a variable they set themselves stays.
-                    "env": [item for item in own if item["name"] not in {e["name"] for e in guest.get("env", [])}],
-                    "volumeMounts": [shared | {"readOnly": True}],
-                }
-                for guest in guests
-            ]
-    if not overlay:
-        return {}
-    overlay["volumes"] = [{"name": "dpd-group", "emptyDir": {}}]
     engine = {"name": "engine", "env": [{"name": "DPD_GROUP_DIR", "value": GROUP_DIR}], "volumeMounts": [shared]}
-    overlay["containers"] = [engine, *overlay.get("containers", [])]
-    return overlay
+    told = merge(pod, {"volumes": [{"name": "dpd-group", "emptyDir": {}}], "containers": [engine]})
+    for field in ("initContainers", "containers"):
+        if field in told:
+            told[field] = [c if c["name"] in _OURS else _told(inc, role, c, shared) for c in told[field]]
+    return told
+
+
+def _told(inc: Incarnation, role: str, guest: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Ours come first, so that the guest's own variables may refer to them; one that it sets itself stays its own."""
+    theirs = guest.get("env", [])
+    names = {item["name"] for item in theirs}
+    ours = [item for item in _environment(inc, role) if item["name"] not in names]
+    mounts = [*guest.get("volumeMounts", []), shared | {"readOnly": True}]
+    return guest | {"env": [*ours, *theirs], "volumeMounts": mounts}
 
 
 def _pod_spec(inc: Incarnation, role: str, slot: int | None) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def _engine_container(inc: Incarnation, role: str, slot: int | None) -> dict[str
     }
     drain = spec.drain
     if serves(spec, role):
-        container["ports"] = _container_ports(spec)
+        container["ports"] = _container_ports(spec, role)
         port, path = health(spec)
         container["readinessProbe"] = {
             "httpGet": {
@@ -188,7 +187,7 @@ def _engine_container(inc: Incarnation, role: str, slot: int | None) -> dict[str
     return container
 
 
-def _container_ports(spec: Spec) -> list[dict[str, Any]]:
+def _container_ports(spec: Spec, role: str) -> list[dict[str, Any]]:
     """Ports of a serving pod.
 
     In the host's network Kubernetes makes a hostPort of each, so that no two pods of the operator that listen on the
@@ -200,6 +199,8 @@ def _container_ports(spec: Spec) -> list[dict[str, Any]]:
     ]
     if supervised(spec):
         ports.append({"name": "supervisor", "containerPort": spec.data_parallel.supervisor_port})
+    if role == naming.HEAD and pods(spec) > 1:
+        ports.append({"name": "handshake", "containerPort": spec.data_parallel.rpc_port + 1})
     return ports
 
 

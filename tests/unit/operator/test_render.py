@@ -8,11 +8,10 @@ import msgspec
 import pytest
 import yaml
 from hypothesis import given
-from hypothesis import strategies as st
 
-from dp_handshake.messages import Fill, Versioned
-from dp_operator import api, render, rules
+from dp_operator import render, rules
 from dp_operator.render import Incarnation
+from tests.unit.operator.shapes import specs
 from tests.unit.operator.world import SETTINGS, resource
 
 CASES: dict[str, dict[str, Any]] = {
@@ -37,6 +36,56 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "headResources": {"limits": {"memory": "96Gi"}},
     },
+    "hybrid": {"dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "Hybrid"}},
+    "external": {
+        "model": {"name": "m", "architecture": "MoE"},
+        "dataParallel": {"size": 2, "loadBalancing": "External"},
+        "devices": {"assignment": "Slots", "perNode": 2},
+    },
+    "supervised": {
+        "model": {"name": "m", "architecture": "MoE"},
+        "engine": {"image": "vllm/vllm-openai:v0.32.0", "scheme": "HTTPS"},
+        "dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "External"},
+    },
+    "volcano": {"scheduling": {"podGroup": "Volcano"}},
+    "coscheduling": {
+        "scheduling": {"podGroup": "Coscheduling"},
+        "template": {"spec": {"schedulerName": "gangs"}},
+    },
+    "kueue": {
+        "scheduling": {"podGroup": "Kueue"},
+        "template": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}}},
+    },
+    "templates": {
+        "devices": {"assignment": "Slots", "perNode": 4},
+        "template": {
+            "metadata": {"labels": {"team": "a"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
+            "spec": {
+                "priorityClassName": "high",
+                "imagePullSecrets": [{"name": "registry"}],
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+                "affinity": {
+                    "podAntiAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": [
+                            {"topologyKey": "zone", "labelSelector": {"matchLabels": {"team": "b"}}}
+                        ]
+                    }
+                },
+                "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+                "containers": [
+                    {
+                        "name": "engine",
+                        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+                        "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+                    },
+                    {"name": "routing", "image": "routing:1", "env": [{"name": "DPD_SIZE", "value": "mine"}]},
+                ],
+                "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+            },
+        },
+        "headTemplate": {"spec": {"nodeSelector": {"pool": "front"}, "priorityClassName": "higher"}},
+    },
     "one-pod": {"dataParallel": {"size": 4, "sizeLocal": 4}},
     "one-rank": {"dataParallel": {"size": 1}},
 }
@@ -47,20 +96,12 @@ def incarnation(**changes: Any) -> Incarnation:
 
 
 def everything(inc: Incarnation) -> list[dict[str, Any]]:
-    config_map = render.config_map(inc, "198.19.0.9")
+    found = render.group_objects(inc, "198.19.0.9")
+    config_map = next(manifest for manifest in found if manifest["kind"] == "ConfigMap")
     config_map["data"]["launch.py"] = "(the launcher)"
     plan = msgspec.json.decode(config_map["data"]["plan.json"])
     config_map["data"]["plan.json"] = yaml.safe_dump(plan, sort_keys=False, default_flow_style=None, width=110)
-    policy = render.network_policy(inc.cr, SETTINGS)
-    return [
-        render.rpc_service(inc),
-        config_map,
-        render.disruption_budget(inc, pods=1 + len(render.worker_pods(inc.cr.spec, inc.base))),
-        render.head_pod(inc),
-        *render.stateful_sets(inc),
-        render.client_service(inc.cr),
-        *([policy] if policy else []),
-    ]
+    return [*found, *render.kept_objects(inc.cr, SETTINGS)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -81,40 +122,7 @@ def test_objects_of_a_group_are_as_reviewed(case, golden):
     golden(f"{case}.yaml", yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120))
 
 
-def flags(spec: api.Spec, role: str, *, start: int = 7) -> list[str]:
-    argv: list[str] = []
-    for item in render.engine_argv(spec, role):
-        if isinstance(item, Versioned):
-            argv += [str(i) for i in item.items]
-        elif isinstance(item, Fill):
-            argv.append("198.18.1.1" if item.fill == "headIP" else str(start))
-        else:
-            argv.append(item)
-    return argv
-
-
-@st.composite
-def valid(draw: st.DrawFn) -> api.Spec:
-    """Valid specs of Internal groups."""
-    local = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    size = local * draw(st.integers(1, 24))
-    architecture = draw(st.sampled_from(["Dense", "MoE"]))
-    parallel = {"size": size, "sizeLocal": local}
-    if architecture == "Dense" and size >= 2 and draw(st.booleans()):
-        parallel["headPlacement"] = "Dedicated"
-    tensor = draw(st.sampled_from([1, 2, 4]))
-    devices: dict[str, Any] = {"assignment": draw(st.sampled_from(["None", "DevicePlugin", "Slots"]))}
-    if devices["assignment"] == "Slots":
-        devices["perNode"] = min(64, local * tensor * draw(st.integers(1, 4)))
-    return resource(
-        model={"name": "m", "architecture": architecture},
-        dataParallel=parallel,
-        devices=devices,
-        tensorParallelSize=tensor,
-    ).spec
-
-
-@given(valid())
+@given(specs())
 def test_ranks_cover_every_number_once_and_no_two_ranks_of_a_node_share_a_device(spec):
     if rules.refusals(name="web", spec=spec):
         return
@@ -128,28 +136,6 @@ def test_ranks_cover_every_number_once_and_no_two_ranks_of_a_node_share_a_device
         used = [device for slot in slots for device in render.slot_devices(spec, slot)]
         assert len(used) == len(set(used))
         assert all(0 <= device < spec.devices.per_node for device in used)
-
-
-@given(valid())
-def test_an_internal_head_never_gets_a_start_rank_and_always_a_bounded_number_of_api_servers(spec):
-    """vLLM 0.28 and newer take any start rank on the head for hybrid load balancing (problem f1)."""
-    head = flags(spec, "head")
-    assert "--data-parallel-start-rank" not in head
-    assert "--headless" not in head
-    assert 1 <= int(head[head.index("--api-server-count") + 1]) <= 4
-
-
-@given(valid())
-def test_workers_are_headless_and_every_pod_agrees_on_size_and_address(spec):
-    if not render.worker_sets(spec, "base"):
-        return
-    head, worker = flags(spec, "head"), flags(spec, "worker")
-    assert "--headless" in worker
-    assert "--api-server-count" not in worker
-    for flag in ("--data-parallel-size", "--data-parallel-address"):
-        assert head[head.index(flag) + 1] == worker[worker.index(flag) + 1]
-    ports = [int(argv[argv.index("--data-parallel-rpc-port") + 1]) for argv in (head, worker)]
-    assert ports == [spec.data_parallel.rpc_port + 1, spec.data_parallel.rpc_port], "the relay stands in between"
 
 
 def test_service_environment_variables_are_off_because_a_service_named_vllm_breaks_vllm():
@@ -217,3 +203,113 @@ def test_an_empty_api_from_lets_nobody_in_and_an_absent_one_everybody():
 def test_a_client_port_leads_to_the_engine_unless_told_otherwise():
     service = render.client_service(resource(service={"ports": [{"port": 80}, {"port": 81, "targetPort": 9000}]}))
     assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [(80, 8000), (81, 9000)]
+
+
+def serving_pods(**changes: Any) -> dict[str, dict[str, Any]]:
+    """Pod templates of a group by name, those that the client Service selects."""
+    inc = incarnation(**changes)
+    selector = render.client_service(inc.cr)["spec"]["selector"]
+    head = render.head_pod(inc)
+    templates = {"head": head} | {s["metadata"]["name"]: s["spec"]["template"] for s in render.stateful_sets(inc)}
+    return {name: t for name, t in templates.items() if selector.items() <= t["metadata"]["labels"].items()}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "Internal": {"dataParallel": {"size": 4}},
+    "Hybrid": {"dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "Hybrid"}},
+    "External": {
+        "model": {"name": "m", "architecture": "MoE"},
+        "dataParallel": {"size": 4, "loadBalancing": "External"},
+    },
+    "supervised": {
+        "model": {"name": "m", "architecture": "MoE"},
+        "dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "External"},
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clients_reach_exactly_the_pods_that_have_an_api(mode):
+    """A Service that selects headless workers too loses part of the requests (problems 35, 36)."""
+    expected = {"head"} if mode == "Internal" else {"head", "web-0-abcde-w"}
+    assert set(serving_pods(**MODES[mode])) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_pod_that_serves_is_ready_by_its_own_api_and_others_by_the_handshake(mode):
+    """Readiness from the engine, not from the process (problems 31, 38)."""
+    inc = incarnation(**MODES[mode])
+    worker = render.stateful_sets(inc)[0]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]
+    head = render.head_pod(inc)["spec"]["containers"][0]["readinessProbe"]
+    assert ("exec" in worker) == (mode == "Internal")
+    if mode == "supervised":
+        assert head["httpGet"] == {"path": "/readyz", "port": "supervisor", "scheme": "HTTP"}
+    else:
+        assert head["httpGet"] == {"path": "/health", "port": "api", "scheme": "HTTP"}
+    if mode != "Internal":
+        assert worker == head
+
+
+def test_a_supervised_group_has_a_service_port_for_every_local_rank():
+    """One endpoint a rank is what routers that know ranks want (problems 41, 56)."""
+    service = render.client_service(resource(**MODES["supervised"]))
+    assert [(p["name"], p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [
+        ("http-0", 8000, 8000),
+        ("http-1", 8001, 8001),
+    ]
+    policy = render.network_policy(resource(**MODES["supervised"]), SETTINGS)
+    assert policy
+    assert policy["spec"]["ingress"][-1]["ports"] == [{"protocol": "TCP", "port": 8000, "endPort": 8001}]
+
+
+def test_an_engine_behind_a_sidecar_is_not_open_to_clients():
+    cr = resource(service={"ports": [{"port": 80, "targetPort": 8100}]})
+    policy = render.network_policy(cr, SETTINGS)
+    assert policy
+    assert policy["spec"]["ingress"][-1]["ports"] == [{"protocol": "TCP", "port": 8100}]
+
+
+def test_peers_reach_every_port_and_nobody_else_does():
+    """ZeroMQ ports without authentication must not be open to the cluster (problem 30)."""
+    policy = render.network_policy(resource(networkPolicy={"peers": ["decode"]}), SETTINGS)
+    assert policy
+    assert policy["spec"]["ingress"][0] == {
+        "from": [
+            {"podSelector": {"matchLabels": {"dataparallel.io/uid": "uid-1"}}},
+            {"podSelector": {"matchLabels": {"dataparallel.io/name": "decode"}}},
+        ]
+    }
+    assert all("ports" in rule for rule in policy["spec"]["ingress"][1:])
+
+
+@given(specs())
+def test_a_gang_counts_all_pods_of_a_group(spec):
+    inc = msgspec.structs.replace(
+        incarnation(scheduling={"podGroup": "Volcano"}),
+        cr=msgspec.structs.replace(
+            resource(),
+            spec=msgspec.structs.replace(spec, scheduling=resource(scheduling={"podGroup": "Volcano"}).spec.scheduling),
+        ),
+    )
+    gang = render.pod_group(inc)
+    assert gang
+    assert gang["spec"]["minMember"] == 1 + sum(s["spec"]["replicas"] for s in render.stateful_sets(inc))
+    name = render.head_pod(inc)["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
+    assert name == gang["metadata"]["name"]
+
+
+def test_in_the_nodes_network_every_port_is_declared_so_that_the_scheduler_keeps_pods_apart():
+    """Kubernetes makes a hostPort of each declared port then (problem 21)."""
+    changes = MODES["supervised"] | {"template": {"spec": {"hostNetwork": True}}}
+    pod = render.head_pod(incarnation(**changes))["spec"]
+    assert pod["hostNetwork"] is True
+    declared = {p["containerPort"] for c in (*pod["containers"], *pod["initContainers"]) for p in c["ports"]}
+    assert declared == {8000, 8001, 9256, 13345, 13346, 13350}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [("2Gi", 2**31), ("1.5Ki", 1536), ("1e3", 1000), (1024, 1024), ("100M", 10**8), ("1500m", 1), (".5Ki", 512)],
+)
+def test_quantities_are_read_as_bytes(quantity, expected):
+    assert render.in_bytes(quantity) == expected

@@ -1,0 +1,162 @@
+"""`python -m dp_operator plan`: everything that is wrong at once, and what would be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dp_operator import preview, versions
+from tests.unit.operator.world import resource, spec
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def write(path: Path, name: str = "web", **changes: Any) -> str:
+    document = {
+        "apiVersion": "dataparallel.io/v1alpha1",
+        "kind": "DataParallelDeployment",
+        "metadata": {"name": name},
+        "spec": spec(**changes),
+    }
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return str(path)
+
+
+def test_all_errors_come_at_once_and_the_status_says_so(tmp_path, capsys):
+    file = write(
+        tmp_path / "cr.yaml",
+        engine={"imag": "x", "port": 70000, "env": [{"name": "A"}, {"name": "A"}]},
+        dataParallel={"size": "8", "loadBalancing": "external"},
+    )
+    assert preview.main(["-f", file]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "web: spec.engine.image: is required",
+        "web: spec.engine.imag: unknown field",
+        "web: spec.engine.port: 70000 is not within 1 to 65535",
+        "web: spec.engine.env[1]: duplicate A",
+        "web: spec.dataParallel.size: must be of type integer, not string",
+        "web: spec.dataParallel.loadBalancing: 'external' is none of External, Hybrid, Internal",
+    ]
+
+
+def test_rules_are_all_told_too(tmp_path, capsys):
+    file = write(
+        tmp_path / "cr.yaml",
+        engine={"image": "i", "args": ["--headless"]},
+        dataParallel={"size": 8, "sizeLocal": 3, "loadBalancing": "External"},
+    )
+    assert preview.main(["-f", file]) == 1
+    said = capsys.readouterr().err
+    assert "spec.dataParallel.sizeLocal: every pod runs the same number of ranks" in said
+    assert "vLLM refuses External for Dense models" in said
+    assert "--headless" in said
+
+
+@pytest.mark.parametrize("how", ["field", "tag", "option"])
+def test_a_version_that_cannot_do_it_is_refused_wherever_it_is_named(tmp_path, capsys, how):
+    """A vLLM bump that breaks multi-node is seen before anything is deleted (problem 11)."""
+    engine = {"image": "vllm/vllm-openai:v0.13.0" if how == "tag" else "i"}
+    if how == "field":
+        engine["version"] = "0.13"
+    file = write(tmp_path / "cr.yaml", engine=engine, dataParallel={"size": 4, "headPlacement": "Dedicated"})
+    assert preview.main(["-f", file, *(["--version", "0.13.2"] if how == "option" else [])]) == 1
+    assert "Dedicated needs vLLM 0.14 or newer" in capsys.readouterr().err
+
+
+def test_a_newer_version_may_be_tried(tmp_path, capsys):
+    file = write(
+        tmp_path / "cr.yaml",
+        engine={"image": "vllm/vllm-openai:v0.13.0"},
+        dataParallel={"size": 4, "headPlacement": "Dedicated"},
+    )
+    assert preview.main(["-f", file, "--version", "0.32", "-o", "argv"]) == 0
+    assert "--data-parallel-size-local 0" in capsys.readouterr().out
+
+
+def test_ranks_devices_and_objects_are_shown(tmp_path, capsys):
+    file = write(
+        tmp_path / "cr.yaml",
+        dataParallel={"size": 4, "sizeLocal": 2, "loadBalancing": "Hybrid"},
+        devices={"assignment": "Slots", "perNode": 8},
+        tensorParallelSize=2,
+    )
+    assert preview.main(["-f", file]) == 0
+    out = capsys.readouterr().out
+    assert "head    vllm serve m --port 8000" in out
+    assert "    3  web-0-xxxxx-s1-0                         :8000        6,7 (CUDA_VISIBLE_DEVICES=4,5,6,7)" in out
+    assert "kind: StatefulSet" in out
+
+
+def test_the_objects_alone_are_yaml(tmp_path, capsys):
+    file = write(tmp_path / "cr.yaml")
+    assert preview.main(["-f", file, "-o", "yaml"]) == 0
+    kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == [
+        *("Service", "ConfigMap", "PodDisruptionBudget", "Pod", "StatefulSet"),
+        *("Service", "NetworkPolicy"),
+    ]
+
+
+def test_a_file_without_our_kind_or_without_yaml_is_an_error(tmp_path, capsys):
+    other = tmp_path / "other.yaml"
+    other.write_text("kind: Pod\n")
+    assert preview.main(["-f", str(other)]) == 1
+    other.write_text("a: [")
+    assert preview.main(["-f", str(other)]) == 1
+    assert preview.main(["-f", str(tmp_path / "none.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "no object of kind DataParallelDeployment" in said
+    assert "not YAML" in said
+    assert "No such file" in said
+
+
+WARNINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("a version that is only assumed", {"engine": {"image": "i"}}, "write engine.version"),
+    ("dense ranks in lock-step (problem 29)", {"engine": {"image": "i", "version": "0.13"}}, "step together"),
+    ("no draining before 0.18 (problem 53)", {"engine": {"image": "i", "version": "0.17"}}, "aborts its requests"),
+    (
+        "DeepEP across pods (problem f4)",
+        {"engine": {"image": "i", "args": ["--all2all-backend", "deepep_low_latency"]}},
+        "one pod per node",
+    ),
+    ("the node's network", {"template": {"spec": {"hostNetwork": True}}}, "NetworkPolicy does not reach"),
+    (
+        "one port for several ranks",
+        {
+            "model": {"name": "m", "architecture": "MoE"},
+            "dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "External"},
+            "service": {"ports": [{"port": 80}]},
+        },
+        "one port per local rank",
+    ),
+    (
+        "a Service does not balance load",
+        {"dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "Hybrid"}},
+        "gateway",
+    ),
+    ("a gang scheduler without name", {"scheduling": {"podGroup": "Coscheduling"}}, "schedulerName"),
+    ("Kueue without a queue", {"scheduling": {"podGroup": "Kueue"}}, "queue-name"),
+]
+
+
+@pytest.mark.parametrize(("why", "changes", "words"), WARNINGS, ids=[why for why, _, _ in WARNINGS])
+def test_what_may_surprise_is_warned_of(why, changes, words):
+    cr = resource(**changes)
+    version = versions.known(cr.spec) or versions.NEWEST_KNOWN
+    assert any(words in text for text in preview.warnings(cr.spec, name="web", version=version))
+
+
+def test_a_plain_object_has_no_warnings_and_one_named_vllm_has():
+    """A Service called vllm breaks its neighbours (problem 20)."""
+    assert preview.warnings(resource().spec, name="web", version="0.32.0") == []
+    assert "VLLM_PORT" in preview.warnings(resource().spec, name="vllm", version="0.32.0")[0]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_accepted(path):
+    for document in preview.load(path.read_text()):
+        preview.check(document, version=None)
