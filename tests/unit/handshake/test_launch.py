@@ -360,3 +360,100 @@ def test_a_worker_that_was_never_released_stops_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     assert finish(start(tmp_path, plan(), "prestop", "60"))[0] == 0
     assert time.monotonic() - started < 5
+
+
+def needing(**changes: Any) -> LaunchPlan:
+    fields: dict[str, Any] = {"visible_devices_env_name": "CUDA_VISIBLE_DEVICES", "worker_devices": 2}
+    return plan(**(fields | changes))
+
+
+def test_too_few_devices_end_it_before_the_group_waits_for_it(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    """Said before the engine loads, in one line, where people look (problems 9 of the wish list, 27)."""
+    server = monitor(WAITING)
+    code, output, errors = finish(start(tmp_path, needing(monitor_port=server.port), CUDA_VISIBLE_DEVICES="3"))
+    said = (tmp_path / "termination-log").read_text()
+    assert code == 1
+    assert said == (
+        "not started: 1 devices are visible (CUDA_VISIBLE_DEVICES=3), but 2 ranks here need 2: "
+        "does the node give this container all of them?\n"
+    )
+    assert said.strip() in errors
+    assert "started" not in output
+    assert server.asked[-1].warnings == [said.strip().removeprefix("not started: ")], "the operator can show it"
+
+
+def test_more_devices_than_needed_are_a_warning(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    server = monitor(RELEASED)
+    code, output, _ = finish(start(tmp_path, needing(monitor_port=server.port), CUDA_VISIBLE_DEVICES="0,1,2,3"))
+    assert code == 0
+    assert "launch: 4 devices are visible, 2 are needed" in output
+    assert server.asked[-1].warnings == ["4 devices are visible, 2 are needed"]
+
+
+def test_devices_of_the_nvidia_runtime_are_counted_where_the_engines_variable_is_not_set() -> None:
+    assert launch.devices_here(None, {"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2"}) == 2
+    assert launch.devices_here("0", {"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2"}) == 1
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.21.2", False), ("0.22.0", True), ("", True)])
+def test_an_engine_that_is_too_old_for_the_mode_is_not_started(
+    tmp_path: Path, monitor: Callable[..., Monitor], version: str, fits: bool
+) -> None:
+    server = monitor(RELEASED)
+    message = plan(monitor_port=server.port, needs_version="0.22", needs_version_for="External with several ranks")
+    code, _, _ = finish(start(tmp_path, message, DP_ENGINE_VERSION=version))
+    assert (code == 0) == fits
+    if not fits:
+        said = (tmp_path / "termination-log").read_text()
+        assert "the image has vLLM 0.21.2, and External with several ranks needs 0.22 or newer" in said
+
+
+def test_where_the_image_does_not_tell_its_version_the_operators_idea_counts(
+    tmp_path: Path, monitor: Callable[..., Monitor]
+) -> None:
+    server = monitor(RELEASED)
+    argv = ["echo", "run", Versioned(items=["--new"], since="0.18")]
+    message = plan(monitor_port=server.port, worker_argv=argv, assumed_version="0.17")
+    _, output, _ = finish(start(tmp_path, message))
+    assert output.splitlines()[-1] == "run"
+    assert server.asked[-1].engine_version is None
+
+
+def test_shared_memory_that_is_smaller_than_asked_is_told(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    """Bus errors in the middle of the night otherwise (problem 6)."""
+    server = monitor(RELEASED)
+    _, output, _ = finish(start(tmp_path, plan(monitor_port=server.port, shared_memory_bytes=2**60)))
+    assert "in /dev/shm: is the memory limit too low?" in output
+    assert "shared memory" in server.asked[-1].warnings[0]
+
+
+def test_a_head_of_another_address_family_is_named(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    server = monitor((200, b'{"state":"released","headIp":"fd00::1"}'))
+    code, _, errors = finish(start(tmp_path, plan(monitor_port=server.port)))
+    assert code == 1
+    assert "the head's address is fd00::1 and this pod's is 10.0.0.2: one is IPv6 and one IPv4" in errors
+
+
+def test_what_a_service_named_vllm_does_is_undone(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    """vLLM ends on VLLM_PORT=tcp://… (problem 20)."""
+    server = monitor(RELEASED)
+    message = plan(monitor_port=server.port, worker_argv=["sh", "-c", "echo port=$VLLM_PORT"])
+    _, output, _ = finish(start(tmp_path, message, VLLM_PORT="tcp://10.96.0.7:8000"))
+    assert output.splitlines()[-1] == "port="
+    assert "VLLM_PORT=tcp://10.96.0.7:8000 removed: a Service named vllm put it there" in output
+
+
+def test_segments_of_an_engine_that_was_killed_are_removed_and_others_stay(tmp_path: Path) -> None:
+    for name in ("psm_1a2b", "sem.mp-x", "nccl-abc", "other", "psm"):
+        (tmp_path / name).write_text("")
+    assert launch.remove_stale_segments(str(tmp_path)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "psm"]
+    assert launch.remove_stale_segments(str(tmp_path / "none")) == 0
+
+
+def test_neighbours_learn_head_and_start_rank_from_a_file(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    server = monitor(RELEASED)
+    message = plan(monitor_port=server.port, worker_argv=["sh", "-c", "echo rank=$DPD_START_RANK"])
+    _, output, _ = finish(start(tmp_path, message, DPD_GROUP_DIR=str(tmp_path)))
+    assert (tmp_path / "env").read_text() == "DPD_HEAD_IP=10.0.0.1\nDPD_START_RANK=2\n"
+    assert output.splitlines()[-1] == "rank=2"

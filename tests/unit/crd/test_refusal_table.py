@@ -1,0 +1,129 @@
+"""The refusal table: every combination that vLLM refuses and a custom resource can express is refused before a pod is made.
+
+One row per row of the protocol notes' table of rejections (§1.4) and of device errors (§6). What only flags can say is
+closed by the flags that the operator owns; that is a row too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dp_operator import api, rules
+
+MOE = {"model.architecture": "MoE"}
+EXTERNAL = MOE | {"dataParallel.loadBalancing": "External"}
+SUPERVISED = EXTERNAL | {"dataParallel.sizeLocal": 2}
+HYBRID = {"dataParallel.loadBalancing": "Hybrid", "dataParallel.sizeLocal": 2}
+
+
+def args(*words: str) -> dict[str, Any]:
+    return {"engine.args": list(words)}
+
+
+def env(name: str, value: str = "0") -> dict[str, Any]:
+    return {"engine.env": [{"name": name, "value": value}]}
+
+
+# (what vLLM refuses, the closest that a CR can say, words of the refusal)
+TABLE: list[tuple[str, dict[str, Any], str]] = [
+    # §1.4
+    ("a rank and a local size", EXTERNAL | args("--data-parallel-size-local", "2"), "the operator places the ranks"),
+    ("hybrid and headless", HYBRID | args("--headless"), "decides which pod serves the API"),
+    ("hybrid without a local size", HYBRID | {"dataParallel.sizeLocal": 1}, "write a sizeLocal of at least 2"),
+    ("hybrid and external flags both", HYBRID | args("-dpe"), "the operator places the ranks"),
+    ("a rank and a start rank", EXTERNAL | args("-dpr=1"), "the operator places the ranks"),
+    ("external with a dense model", {"dataParallel.loadBalancing": "External"}, "vLLM refuses External for Dense"),
+    ("headless and API servers", args("--api_server_count", "2"), "write spec.dataParallel.apiServerCount"),
+    ("headless and local size 0", args("--headless", "-dpl", "0"), "the operator places the ranks"),
+    ("local size above the size", {"dataParallel.sizeLocal": 16}, "write a sizeLocal that divides size"),
+    ("a rank outside the group", EXTERNAL | args("--data-parallel-rank=9"), "the operator places the ranks"),
+    ("external with size 1", EXTERNAL | {"dataParallel.size": 1}, "External needs at least two ranks"),
+    ("a backend other than mp", args("--data-parallel-backend", "ray"), "the operator places the ranks"),
+    ("several nodes a rank", args("--nnodes", "2"), "one rank lives in one pod"),
+    ("a node rank out of range", args("--node-rank", "4"), "one rank lives in one pod"),
+    ("elastic EP in hybrid", MOE | HYBRID | args("--enable-elastic-ep"), "no elastic expert parallelism with Hybrid"),
+    (
+        "elastic EP with pipelines",
+        EXTERNAL | {"pipelineParallelSize": 2} | args("--enable-elastic-ep"),
+        "no elastic expert parallelism with Hybrid load balancing or pipeline",
+    ),
+    ("fault tolerance without external", MOE | args("--enable-fault-tolerance"), "only with External load balancing"),
+    (
+        "fault tolerance with several API servers",
+        EXTERNAL | {"dataParallel.apiServerCount": 2} | args("--enable-fault-tolerance"),
+        "one API server",
+    ),
+    ("offline ranks by environment", env("VLLM_DP_RANK"), "everything that begins with VLLM_DP_"),
+    ("EPLB without expert parallelism", MOE | args("--enable-eplb"), "write enableExpertParallel: true"),
+    ("an internal rank above 0 that serves", args("--data-parallel-start-rank", "1"), "the operator places the ranks"),
+    ("a supervisor with gRPC", SUPERVISED | args("--grpc"), "serves HTTP only"),
+    ("a supervisor on a Unix socket", SUPERVISED | args("--uds", "/x"), "where it listens"),
+    ("a supervisor with API servers", SUPERVISED | {"dataParallel.apiServerCount": 2}, "leave apiServerCount out"),
+    ("a supervisor and a rank", SUPERVISED | args("--data-parallel-rank", "1"), "the operator places the ranks"),
+    (
+        "a supervisor of an uneven group",
+        SUPERVISED | {"dataParallel.sizeLocal": 3},
+        "write a sizeLocal that divides size",
+    ),
+    (
+        "a supervisor on a server's port",
+        SUPERVISED | {"dataParallel.supervisorPort": 8001},
+        "write a port outside of it",
+    ),
+    ("a supervisor before 0.22", SUPERVISED | {"engine.version": "0.21"}, "needs vLLM 0.22 or newer"),
+    ("flags from a file", args("--config", "x.yaml"), "write its flags as spec.engine.args"),
+    # §9.5: a head without ranks
+    ("an MoE head without rank 0", MOE | {"dataParallel.headPlacement": "Dedicated"}, "Dedicated is for Dense models"),
+    (
+        "a head without ranks before 0.14",
+        {"dataParallel.headPlacement": "Dedicated", "engine.version": "0.13"},
+        "Dedicated needs vLLM 0.14",
+    ),
+    # §6
+    (
+        "too few devices for a local rank",
+        {"devices.assignment": "Slots", "devices.perNode": 2, "dataParallel.sizeLocal": 4},
+        "write a perNode that is a multiple",
+    ),
+    (
+        "HIP and CUDA names that differ",
+        {"devices.assignment": "Slots"} | env("HIP_VISIBLE_DEVICES"),
+        "HIP_VISIBLE_DEVICES that differ",
+    ),
+    (
+        "a list of devices beside a plugin's own",
+        {"devices.assignment": "DevicePlugin"} | env("CUDA_VISIBLE_DEVICES", "3"),
+        "the plugin decides which devices",
+    ),
+    (
+        "a list of devices beside the operator's",
+        {"devices.assignment": "Slots", "devices.visibleDevicesEnvName": "ZE_AFFINITY_MASK"} | env("ZE_AFFINITY_MASK"),
+        "the operator sets devices.visibleDevicesEnvName",
+    ),
+    ("devices counted by hand", {"engine.resources": {"limits": {"nvidia.com/gpu": 1}}}, "counts devices per pod"),
+    # §1.2
+    ("a port base that is a URI", env("VLLM_PORT", "tcp://10.0.0.1:80"), "VLLM_PORT"),
+    ("another address than the pod's", env("VLLM_HOST_IP", "0.0.0.0"), "VLLM_HOST_IP"),
+]
+
+
+@pytest.mark.parametrize(("what", "changes", "words"), TABLE, ids=[what for what, _, _ in TABLE])
+def test_what_vllm_refuses_is_refused_when_it_is_applied(what, changes, words):
+    """Problems e3, 9, 27, 51: a refusal that says what to write instead, before devices are taken."""
+    spec: dict[str, Any] = {
+        "model": {"name": "m", "architecture": "Dense"},
+        "engine": {"image": "i"},
+        "dataParallel": {"size": 8},
+        "devices": {"assignment": "None"},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place = spec
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    said = rules.refusals(name="web", spec=msgspec.convert(spec, api.Spec))
+    assert any(words in refusal for refusal in said), said
