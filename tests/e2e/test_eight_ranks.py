@@ -27,7 +27,6 @@ def eight(shared_space: Space, audit: Audit) -> Eight:
     manifest = dpd(
         NAME,
         size=8,
-        faults=["slow-load:ranks=5-7,seconds=4"],
         dataParallel={"apiServerCount": 2},
         devices={"assignment": "Slots", "perNode": 4},
     )
