@@ -95,3 +95,14 @@ test: lint unit component chart e2e ## Everything
 bench: $(STAMP) up images install ## The numbers of docs/performance.md
 	$(BIN)/python -m tests.bench.operator_bench
 	$(BIN)/python tests/bench/handshake_bench.py
+
+# --- Beside real vLLM ------------------------------------------------------------------------------------------------
+.PHONY: conformance
+conformance: $(STAMP) ## Our engine and relay beside real vLLM on CPU, which is installed once into a cache
+	@$(PYTHON) -m tests.conformance.environment
+	CONFORMANCE_WRITE=1 $(BIN)/pytest -q tests/conformance
+
+.PHONY: bench-engine
+bench-engine: $(STAMP) ## Our front end and handshake beside vLLM's, with the same stand-in ranks
+	@$(PYTHON) -m tests.conformance.environment
+	$(BIN)/python tests/bench/engine_bench.py

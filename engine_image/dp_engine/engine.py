@@ -230,6 +230,7 @@ class EngineCore:
         self._next_step_s: float | None = None
         self._told_counts: tuple[int, int] | None = None
         self._sleeping = False
+        self._paused = False  # by an administrator; requests wait
         self._requests_seen = 0
         self._drain_until_s: float | None = None
         # Made when service begins: until then SIGTERM ends the process at once, and faults count from READY.
@@ -351,7 +352,9 @@ class EngineCore:
         self._coordinator_in = self._coordinator_out = None
 
     def _busy(self) -> bool:
-        return self._scheduler.unfinished or (self._waves is not None and self._waves.running)
+        if self._waves is not None and self._waves.running:
+            return True
+        return self._scheduler.unfinished and not self._paused
 
     def _timeout_ms(self) -> int | None:
         """Until the next step or fault, or None: until something comes."""
@@ -378,7 +381,7 @@ class EngineCore:
 
         False when told to stop in the middle.
         """
-        outputs = self._scheduler.step()
+        outputs = {} if self._paused else self._scheduler.step()
         if self._waves is not None and self._group is not None:
             # A rank without requests takes part too: that is vLLM's dummy batch.
             unfinished = self._unfinished_anywhere(self._group)
@@ -524,7 +527,12 @@ class EngineCore:
                 return None, None
             case "reset_prefix_cache":
                 return None, True
-            case "is_scheduler_paused" | "add_lora" | "remove_lora" | "pin_lora":
+            case "pause_scheduler" | "resume_scheduler":
+                self._paused = method == "pause_scheduler"
+                return None, None
+            case "is_scheduler_paused":
+                return None, self._paused
+            case "add_lora" | "remove_lora" | "pin_lora":
                 return None, False
             case "list_loras" | "get_kv_cache_group_metadata":
                 return None, []

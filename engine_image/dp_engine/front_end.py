@@ -14,6 +14,7 @@ from dp_engine.handshake import FrontEndHandshake, HandshakeError
 from dp_engine.processes import Child, Stopper, finished
 
 POLL_S = 10
+BATCH = 64  # messages between two looks at the children
 
 
 class StartError(Exception):
@@ -55,10 +56,10 @@ def run_handshake(
             if stopper.requested:
                 return False
             # A dead child counts even when a HELLO waits.
-            if dead := finished(children):
+            if any(child.pidfd in events for child in children) and (dead := finished(children)):
                 raise StartError(f"Engine core initialization failed. Failed core proc(s): {dead}")
             if router in events:
-                _answer(machine, router)
+                _answer_waiting(machine, router)
             if time.monotonic() - told_s >= POLL_S and not machine.done:
                 told_s = time.monotonic()
                 logs.info(f"Waiting for {machine.waiting_for()}")
@@ -66,10 +67,18 @@ def run_handshake(
     return True
 
 
-def _answer(machine: FrontEndHandshake, router: zmq.Socket[bytes]) -> None:
-    try:
-        reply = machine.receive(router.recv_multipart())
-    except (HandshakeError, msgspec.DecodeError, KeyError, TypeError, ValueError) as failure:
-        raise StartError(f"{type(failure).__name__}: {failure}") from failure
-    if reply:
-        router.send_multipart(reply)
+def _answer_waiting(machine: FrontEndHandshake, router: zmq.Socket[bytes]) -> None:
+    """Answer what has come, but look at the children now and then. Raises StartError."""
+    for _ in range(BATCH):
+        try:
+            frames = router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        try:
+            reply = machine.receive(frames)
+        except (HandshakeError, msgspec.DecodeError, KeyError, TypeError, ValueError) as failure:
+            raise StartError(f"{type(failure).__name__}: {failure}") from failure
+        if reply:
+            router.send_multipart(reply)
+        if machine.done:
+            return

@@ -99,14 +99,15 @@ class FrontEndHandshake:
         self.stats_address = init.addresses.frontend_stats_publish_address
         self._expected = {wire.identity(engine.rank): engine for engine in expected}
         self._states = {engine.rank: State.NEW for engine in expected}
-        self._init = init
+        self._init = wire.encode(init)
+        self._not_ready = len(expected)
         self._remote_headless = remote_headless
         self._config_hash = config_hash
         self._ready_has_blocks = ready_has_blocks
 
     @property
     def done(self) -> bool:
-        return all(state is State.READY for state in self._states.values())
+        return self._not_ready == 0
 
     def waiting_for(self) -> str:
         """For the log: how many ranks have yet to connect and to start."""
@@ -144,7 +145,7 @@ class FrontEndHandshake:
         state = self._states[rank]
         if status == "HELLO" and state is State.NEW:
             self._states[rank] = State.CONNECTED
-            return [identity, wire.encode(self._init)]
+            return [identity, self._init]
         if status == "READY" and state is State.CONNECTED:
             if self._ready_has_blocks:
                 self.blocks += message["num_gpu_blocks"]
@@ -156,5 +157,6 @@ class FrontEndHandshake:
                     f"{self._config_hash}. Start all workers with the same command-line arguments"
                 )
             self._states[rank] = State.READY
+            self._not_ready -= 1
             return []
         raise HandshakeError(f"Unexpected {status} message for {side} engine {rank} in {state.name} state.")

@@ -82,6 +82,8 @@ class Server:
         app.router.add_get("/load", self._server_load)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics_page)
+        app.router.add_post("/scale_elastic_ep", self._scale)
+        app.router.add_post("/is_scaling_elastic_ep", self._is_scaling)
         if self._options.fault_endpoint:
             app.router.add_post("/fault", self._inject_fault)
         return app
@@ -106,6 +108,21 @@ class Server:
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self._client.dead is None else 503)
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        """Only Ray can scale, so nothing but the present size succeeds: what vLLM with processes answers."""
+        try:
+            size = msgspec.json.decode(await request.read(), type=dict[str, int])["new_data_parallel_size"]
+        except (msgspec.DecodeError, KeyError) as failure:
+            raise BadRequestError(f"new_data_parallel_size must be a positive integer: {failure}") from None
+        if size < 1:
+            raise BadRequestError(f"new_data_parallel_size must be a positive integer, got {size}.")
+        if size == self._options.data_parallel_size:
+            return web.json_response({"message": f"Scaled to {size} data parallel engines"})
+        return _error("Scale failed", code=500)
+
+    async def _is_scaling(self, _request: web.Request) -> web.Response:
+        return web.json_response({"is_scaling_elastic_ep": False})
 
     async def _inject_fault(self, request: web.Request) -> web.Response:
         """For tests: `{"fault": "crash:ranks=1,seconds=2"}` strikes ranks that this server uses."""

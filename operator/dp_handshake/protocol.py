@@ -395,7 +395,10 @@ def _attach(state: Handshake, rank: int, connection: int | None, *, now: float) 
 
 
 def _disconnect(state: Handshake, rank: int, *, now: float) -> None:
-    state.connection_of.pop(rank, None)
+    connection = state.connection_of.pop(rank, None)
+    if connection is not None and state.connections.get(connection) == rank:
+        # Its end, which the socket monitor may still tell, must not count again for a later connection of the rank.
+        del state.connections[connection]
     if state.stages[rank] in (Stage.ASKED, Stage.CONNECTED):
         state.suspects[rank] = now + LOST_AFTER_S
 

@@ -103,12 +103,12 @@ class Client:
             raise _error(response, payload)
 
     async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
-        """All objects of a kind, in pages. List items lack kind and apiVersion."""
+        """All objects of a kind, in pages. The API leaves kind and apiVersion out of list items; here they have them."""
         params = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
         items: list[Object] = []
         while True:
             page = await self.request("GET", path(kind, namespace), params=params)
-            items += page["items"]
+            items += [{"apiVersion": RESOURCES[kind][0], "kind": kind} | item for item in page["items"]]
             token = page["metadata"].get("continue")
             if not token:
                 return items

@@ -27,11 +27,12 @@ from dp_operator.observe import Picture, observe
 from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, plan
 from dp_operator.queue import Queue
 from dp_operator.render import Settings
-from dp_operator.status import installed_version
+from dp_operator.status import installed_version, is_progress
 
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
+PROGRESS_INTERVAL_S = 2.5  # the same, for writes that only tell people how far the ranks are
 STRANGER_RECHECK_S = 30.0
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
@@ -162,8 +163,17 @@ class Reconciler:
             )
         )
         self._follow(key, cr, picture)
-        if decided.status != cr.status and not await self._write_status(key, raw, decided):
-            return
+        if decided.status != cr.status:
+            progress = is_progress(cr.status, decided.status)
+            age_s = time.monotonic() - self._status_written.get(uid, float("-inf"))
+            delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
+            if delay_s > 0:
+                self.queue.add_after(key, delay_s)
+                if not progress:
+                    return
+                # The steps rely on the ledger alone, and that has nothing new.
+            elif not await self._write_status(key, raw, decided):
+                return
         acted = await self._act(uid, decided)
         for event in decided.events:
             await self._post(raw, event)
@@ -190,12 +200,8 @@ class Reconciler:
         self._monitors.follow(key, wanted)
 
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
-        """Write the status unless one was written within the last second. False: the key comes again."""
+        """Write the status. False: the resource has changed or is gone, and the key comes again if it must."""
         uid = raw["metadata"]["uid"]
-        since = time.monotonic() - self._status_written.get(uid, float("-inf"))
-        if since < STATUS_INTERVAL_S:
-            self.queue.add_after(key, STATUS_INTERVAL_S - since)
-            return False
         try:
             updated = await self._client.put_status(raw | {"status": msgspec.to_builtins(decided.status)})
         except ApiError as error:

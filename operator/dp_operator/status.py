@@ -10,12 +10,25 @@ from typing import Literal
 from msgspec.structs import replace
 
 from dp_operator import naming, versions
-from dp_operator.api import Condition, DataParallelDeployment, GroupStatus, Ranks, Status
+from dp_operator.api import Condition, DataParallelDeployment, GroupStatus, Ranks, Stages, Status
 from dp_operator.observe import Picture, timestamp
 from dp_operator.waiting import counts
 
 _DEGRADED_FROM = 3  # charged failures in a row
 _MESSAGE_MAX = 2048
+
+
+def is_progress(before: Status, after: Status) -> bool:
+    """Whether the two differ only in what people watch: no decision and no client depends on it."""
+    return _without_progress(before) == _without_progress(after)
+
+
+def _without_progress(status: Status) -> Status:
+    groups = [
+        replace(entry, scheduled_at=None, head_node="", stages=Stages(), waiting_for="") for entry in status.groups
+    ]
+    conditions = [replace(condition, message="") for condition in status.conditions]
+    return replace(status, ranks=Ranks(), groups=groups, conditions=conditions)
 
 
 def build(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,14 +59,15 @@ def until(what: str, look: Callable[[], T], holds: Callable[[T], object] = bool,
     deadline = time.monotonic() + within_s
     while True:
         late = time.monotonic() >= deadline
+        seen: Any = "nothing"
         try:
-            seen: Any = look()
+            seen = look()
             if holds(seen):
                 return seen  # type: ignore[no-any-return]
         except LookupError as error:
-            seen = f"{seen}, in which {error!r} is missing"
+            seen = f"{error!r} while looking at {seen}"
         except (RefusedError, urllib3.exceptions.HTTPError) as error:
-            seen = error
+            seen = str(error)
         if late:
             text = seen if isinstance(seen, str) else json.dumps(seen, indent=1, default=str)
             raise AssertionError(f"{what}: not within {within_s:g} s. Last seen: {text}")
@@ -142,15 +143,12 @@ class Cluster:
     def call(self, method: str, path: str, body: object = None, **options: Any) -> Any:
         return json.loads(self.raw(method, path, body, **options))
 
-    def lines(self, path: str) -> Any:
-        """The open answer of a watch; iterate over stream()."""
-        return self._pool.request(
-            "GET", self._host + path, headers=self._headers, preload_content=False, timeout=urllib3.Timeout(read=None)
-        )
+    def command(self, *args: str) -> list[str]:
+        """A command line of kubectl."""
+        return [str(self._kubectl), "--kubeconfig", str(self._kubeconfig), *args]
 
     def kubectl(self, *args: str, check: bool = True, timeout_s: float = 60) -> str:
-        command = [str(self._kubectl), "--kubeconfig", str(self._kubeconfig), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(self.command(*args), capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0 or not check, f"kubectl {' '.join(args)}: {done.stderr}{done.stdout}"
         return done.stdout + ("" if check else done.stderr)
 
@@ -259,8 +257,10 @@ class Space:
         return {pod["metadata"]["name"]: pod for pod in self.find("pods", selector)}
 
     def head(self, name: str, group: int = 0) -> Any:
-        (pod,) = self.pods(name, group=group, role="head").values()
-        return pod
+        heads = self.pods(name, group=group, role="head")
+        if len(heads) != 1:
+            raise LookupError(f"heads of {name}: {list(heads)}")
+        return next(iter(heads.values()))
 
     def until_ready(self, name: str, *, generation: int = 1, within_s: float = 90) -> Any:
         """The status once the deployment is Ready for this generation of its spec."""
@@ -337,26 +337,29 @@ class Space:
 
 
 class Film:
-    """Every state that the objects of one kind in a namespace went through. Use as a context manager."""
+    """Every state that the objects of one kind in a namespace go through, as kubectl sees them; complete at the end."""
 
     def __init__(self, space: Space, plural: str) -> None:
         self.frames: list[Any] = []
-        self._stream = space.cluster.lines(f"{space.path(plural)}?watch=1")
-        self._thread = threading.Thread(target=self._read, daemon=True)
-
-    def _read(self) -> None:
-        rest = b""
-        with contextlib.suppress(urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
-            for chunk in self._stream.stream(65536):
-                *lines, rest = (rest + chunk).split(b"\n")
-                self.frames += [json.loads(line)["object"] for line in lines if line]
+        self._command = space.cluster.command("--namespace", space.name, "get", plural, "--watch", "--output=json")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._file = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(self._command, stdout=self._file)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        self._process.terminate()
+        self._process.wait()
+        with self._file:
+            self._file.seek(0)
+            text = self._file.read()
+        decoder, at = json.JSONDecoder(), 0
+        with contextlib.suppress(ValueError):  # the end, or an object that was not written to its end
+            while True:
+                frame, at = decoder.raw_decode(text, at)
+                self.frames.append(frame)
+                at += len(text[at:]) - len(text[at:].lstrip())
 
 
 def condition(status: Any, kind: str) -> Any:

@@ -71,7 +71,6 @@ def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after
     # As with vLLM: a headless node whose rank dies ends with exit code 0.
     assert failure["exitCode"] == 0
     assert "exited with code 0" in failure["message"]
-    assert "FAULT crash-on-request strikes: exit code 77" in failure["logTail"]
     assert group["restarts"] == 1
     assert not [entry for entry in space.status("served")["groups"] if entry["incarnation"] == first["incarnation"]]
 

@@ -128,7 +128,6 @@ def test_a_rank_that_crashes_is_named_with_pod_node_and_exit_code(space: Space) 
     assert failure["node"] in space.cluster.nodes()
     # As with vLLM: a headless node whose rank dies ends with exit code 0.
     assert failure["exitCode"] == 0
-    assert "FAULT crash-before-hello strikes" in failure["logTail"]
     message = condition(status, "Ready")["message"]
     assert "rank 2" in message
     assert f"pod {failure['pod']} on {failure['node']} exited with code 0" in message

@@ -65,6 +65,7 @@ class Bed:
         self._started: list[Process] = []
         self.port = free_port()
         self.rpc_port = free_port()
+        self.ports: list[int] = []
 
     def start(
         self, *argv: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = (), model: str = "test-model"
@@ -88,6 +89,21 @@ class Bed:
 
     def workers(self, *argv: str, size: int, start: int, local: int = 1, **kwargs: Any) -> Process:
         return self.start("--headless", "-dpr", str(start), *self._group(size=size, local=local), *argv, **kwargs)
+
+    def node(self, *argv: str, size: int, port: int | None = None, model: str = "test-model", **kwargs: Any) -> Process:
+        """A node with API servers of its own (hybrid, external); its port is appended to `ports`."""
+        self.ports.append(port or free_port())
+        return self.start(
+            *("--host", "127.0.0.1", "--port", str(self.ports[-1]), "--data-parallel-size", str(size)),
+            *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self.rpc_port)),
+            *argv,
+            model=model,
+            **kwargs,
+        )
+
+    def use(self, node: int) -> None:
+        """Send what follows to this node's port."""
+        self.port = self.ports[node]
 
     def _group(self, *, size: int, local: int) -> list[str]:
         return [

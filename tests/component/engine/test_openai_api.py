@@ -91,6 +91,15 @@ def test_service_endpoints_answer_as_vllms(client, bed):
     assert headers["X-Request-Id"] == "abc"
 
 
+def test_elastic_endpoints_answer_as_without_ray(client, bed):
+    def scale(size):
+        return bed.request("POST", "/scale_elastic_ep", {"new_data_parallel_size": size})[0]
+
+    assert [scale(2), scale(3), scale(0), scale("many")] == [200, 500, 400, 400]
+    assert json.loads(bed.request("POST", "/is_scaling_elastic_ep")[1]) == {"is_scaling_elastic_ep": False}
+    assert bed.request("GET", "/is_scaling_elastic_ep")[0] == 405
+
+
 async def test_concurrent_requests_spread_evenly_over_the_ranks(client, bed):
     asked = openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0)
     calls = [asked.completions.create(model="test-model", prompt=str(n), max_tokens=20) for n in range(12)]

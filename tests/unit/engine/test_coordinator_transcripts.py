@@ -213,7 +213,7 @@ class Simulation:
             pytest.fail(f"work left: {self.work}, running: {[waves.running for waves in self.waves]}")
 
 
-@pytest.mark.parametrize("version", ["0.32", "0.33"])
+@pytest.mark.parametrize("version", ["0.11", "0.28", "0.29", "0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(40))
 def test_no_request_waits_forever_in_a_paused_group(seed, version):
     Simulation(seed, version).run()

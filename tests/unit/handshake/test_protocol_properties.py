@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dp_handshake import protocol
@@ -71,6 +71,12 @@ def head_accepts(states: dict[int, str], effect: protocol.Forward) -> None:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(
+    [
+        (protocol.PeerFrames(identity=b"\x02\x00", frames=[], address="10.0.0.2", connection=1), True),
+        (protocol.PeerFrames(identity=b"\x02\x00", frames=[], address="10.0.0.2", connection=None), False),
+    ]
+)
 @given(steps)
 def test_whatever_comes_the_head_gets_only_what_it_expects(script: list[tuple[protocol.Event, bool]]) -> None:
     state = Handshake(size=SIZE, head_ranks=HEAD_RANKS, headless=True, stages=bytearray(SIZE))

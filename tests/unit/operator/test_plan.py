@@ -8,6 +8,7 @@ import pytest
 from dp_handshake.messages import PodRestarted, RankLost, Stages, Violation
 from dp_operator import naming
 from dp_operator.plan import Create, Delete, covers
+from dp_operator.status import is_progress
 from tests.unit.operator.world import World
 
 
@@ -60,6 +61,30 @@ def test_nothing_is_written_when_nothing_changes():
     decided = world.reconcile()
     assert world.take_log() == []
     assert decided.steps == []
+
+
+def test_how_far_ranks_are_is_progress_and_what_others_act_on_is_not():
+    world = World()
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    before = world.cr.status
+    world.reconcile()
+    assert world.cr.status != before
+    assert is_progress(before, world.cr.status)
+    world.release(incarnation)
+    before = world.cr.status
+    world.reconcile()
+    assert not is_progress(before, world.cr.status)
+    world.relay_says(incarnation, ready_at=world.now)
+    world.ready_head(incarnation)
+    before = world.cr.status
+    world.reconcile()
+    assert not is_progress(before, world.cr.status)
+    before = world.cr.status
+    world.engine_ends(world.entry().head_pod, code=1)
+    world.reconcile()
+    assert not is_progress(before, world.cr.status)
 
 
 def test_a_group_is_ready_only_when_the_relay_and_the_head_both_say_so():

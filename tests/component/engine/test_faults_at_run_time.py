@@ -1,0 +1,157 @@
+"""Faults that strike a serving rank: after a while, by signal, or by the endpoint that is off unless asked for."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+
+def inject(bed, text):
+    return bed.request("POST", "/fault", {"fault": text})
+
+
+def group(bed, *argv):
+    head = bed.head("--enable-fault-endpoint", *argv, size=2, local=1)
+    worker = bed.workers("--enable-fault-endpoint", *argv, size=2, start=1)
+    bed.wait_ready()
+    return head, worker
+
+
+def test_the_endpoint_does_not_exist_unless_asked_for(bed):
+    bed.head(size=1, local=1)
+    bed.wait_ready()
+    assert inject(bed, "crash")[0] == 404
+
+
+def test_an_injected_crash_takes_exactly_its_rank(bed):
+    head, worker = group(bed)
+    status, text, _ = inject(bed, "crash:ranks=1,code=42,seconds=0.1")
+    assert (status, json.loads(text)) == (200, {"ranks": [1]})
+    assert worker.exit_code() == 0
+    assert "{'EngineCore_DP1': 42}" in worker.log()
+    assert head.popen.poll() is None
+
+
+@pytest.mark.parametrize(("text", "message"), [("slow-load", "cannot come at run time"), ("what", "unknown fault")])
+def test_what_cannot_be_injected_is_refused_by_name(bed, text, message):
+    group(bed)
+    status, body, _ = inject(bed, text)
+    assert status == 400
+    assert message in body
+
+
+def test_a_signal_strikes_the_rank_that_waits_for_it(bed):
+    head = bed.head("--fault", "fatal:on=signal", size=2, local=2)
+    bed.wait_ready()
+    bed.complete()
+    os.kill(head.child("EngineCore_DP1"), signal.SIGUSR1)
+    assert head.exit_code() == 0
+    assert "FAULT fatal strikes" in head.log()
+    assert "ENGINE_CORE_DEAD" in head.log() or "engine core processes ended" in head.log()
+
+
+def test_a_rank_that_stops_reading_finishes_what_it_has(bed):
+    group(bed)
+    answers = []
+    header = {"X-data-parallel-rank": "1"}
+    thread = threading.Thread(target=lambda: answers.append(bed.complete(max_tokens=60, headers=header)))
+    thread.start()
+    time.sleep(0.2)
+    inject(bed, "stop-reading:ranks=1")
+    thread.join()
+    assert answers[0]["usage"]["completion_tokens"] == 60
+    with pytest.raises(TimeoutError):
+        bed.request("POST", "/v1/completions", {"prompt": "x"}, header, timeout_s=0.5)
+    assert bed.health() == 200
+
+
+def test_a_rank_without_its_coordinator_still_answers_and_its_counts_freeze(bed):
+    group(bed)
+    inject(bed, "drop-coordinator:ranks=1")
+    for _ in range(3):
+        bed.complete(headers={"X-data-parallel-rank": "1"})
+    assert bed.health() == 200
+
+
+def test_an_moe_rank_without_its_coordinator_starts_no_wave(bed):
+    group(bed, "--moe")
+    inject(bed, "drop-coordinator:ranks=1")
+    with pytest.raises(TimeoutError):
+        bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-data-parallel-rank": "1"}, timeout_s=1)
+
+
+def test_garbage_from_a_rank_is_dropped_and_the_front_end_lives(bed):
+    head, _ = group(bed)
+    inject(bed, "garbage-output:ranks=1")
+    head.wait_for("Dropped a malformed output")
+    assert bed.complete(headers={"X-data-parallel-rank": "1"})
+
+
+def memory_mib(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_a_rank_grows_by_the_second(bed, wait):
+    _, worker = group(bed)
+    pid = worker.child("EngineCore_DP1")
+    before = memory_mib(pid)
+    inject(bed, "grow-memory:ranks=1,mib=20")
+    wait(lambda: memory_mib(pid) > before + 35, within_s=5, last=lambda: str(memory_mib(pid)))
+    assert bed.health() == 200
+
+
+def test_a_draining_moe_group_loses_no_token(bed, wait):
+    argv = ("--moe", "--shutdown-timeout", "10")
+    head = bed.head(*argv, size=2, local=2)
+    bed.wait_ready()
+    answers = []
+
+    def ask(rank):
+        answers.append(bed.complete(max_tokens=80, headers={"X-data-parallel-rank": rank}))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in "01"]
+    for thread in threads:
+        thread.start()
+    wait(
+        lambda: all(bed.metric("vllm:num_requests_running", rank=rank) == 1 for rank in (0, 1)),
+        within_s=5,
+        last=bed.logs,
+    )
+    head.popen.terminate()
+    for thread in threads:
+        thread.join()
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [80, 80]
+    assert head.exit_code() == 0
+
+
+def test_log_probabilities_come_with_completions_and_chats(bed):
+    bed.head(size=1, local=1)
+    bed.wait_ready()
+    found = bed.complete(logprobs=2, max_tokens=4)["choices"][0]
+    assert "".join(found["logprobs"]["tokens"]) == found["text"]
+    assert [len(top) for top in found["logprobs"]["top_logprobs"]] == [2] * 4
+    assert found["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+    status, text, _ = bed.request("POST", "/v1/chat/completions", chat)
+    assert status == 200, text
+    content = json.loads(text)["choices"][0]["logprobs"]["content"]
+    assert [len(item["top_logprobs"]) for item in content] == [1, 1, 1]
+    assert bed.complete()["choices"][0]["logprobs"] is None
+    status, text, _ = bed.request("POST", "/v1/completions", {"prompt": "x", "logprobs": 21})
+    assert status == 400
+
+
+def test_a_long_prompt_delays_its_first_token(bed):
+    bed.head("--max-num-batched-tokens", "100", "--tokens-per-second", "50", size=1, local=1)
+    bed.wait_ready()
+
+    def seconds(prompt):
+        begun = time.monotonic()
+        bed.complete(prompt, max_tokens=1)
+        return time.monotonic() - begun
+
+    assert seconds("x" * 3000) > 30 / 50 > seconds("x")

@@ -1,0 +1,1 @@
+"""Our engine and relay beside real vLLM: `make conformance`."""
