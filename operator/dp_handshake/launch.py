@@ -353,7 +353,8 @@ def launch() -> int:
     except (OSError, KeyError, ValueError) as error:
         return fail(f"cannot start: {type(error).__name__}: {error}", EXIT_REFUSED)
     role, installed = check_in["role"], check_in.get("engineVersion") or plan.get("assumedVersion")
-    stale = remove_stale_segments()
+    # Only as the first process of a container is the launcher sure that nobody uses them.
+    stale = remove_stale_segments() if os.getpid() == 1 else 0
     for text in [
         *check_in.get("warnings", []),
         *clean_environment(),
