@@ -140,9 +140,14 @@ def _before_release(
 
 def _warnings(snapshot: Snapshot | None) -> str:
     """What the launchers noticed before the start, such as a /dev/shm that is too small."""
-    if snapshot is None or not snapshot.warnings:
+    if snapshot is None:
         return ""
-    return f" (preflight: {'; '.join(snapshot.warnings)})"[:400]
+    found = list(snapshot.warnings)
+    if len(snapshot.engine_versions) > 1:
+        # An MoE group would end with a hash mismatch or hang, and nobody would say why.
+        versions = ", ".join(f"{version} in {pods}" for version, pods in sorted(snapshot.engine_versions.items()))
+        found.insert(0, f"pods have different vLLM versions: {versions}")
+    return f" (preflight: {'; '.join(found)})"[:400] if found else ""
 
 
 def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:

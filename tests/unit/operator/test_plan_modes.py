@@ -158,6 +158,17 @@ def test_what_preflight_found_is_said_while_the_group_starts():
     assert "preflight: web-w-1: shared memory: 64 MiB" in world.entry().waiting_for
 
 
+def test_pods_with_different_versions_are_named_before_they_disagree():
+    """One tag, two images on two nodes: vLLM hangs or ends without saying why (problem 14)."""
+    world = World()
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    world.relay_says(incarnation, engine_versions={"0.31.2": 1, "0.32.0": 3})
+    world.reconcile()
+    assert "pods have different vLLM versions: 0.31.2 in 1, 0.32.0 in 3" in world.entry().waiting_for
+
+
 @pytest.mark.parametrize("kind", ["Volcano", "Coscheduling"])
 def test_a_gang_exists_before_its_pods_and_goes_with_its_incarnation(kind):
     world = World(scheduling={"podGroup": kind})

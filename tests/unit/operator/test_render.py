@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 
-from dp_operator import render, rules
+from dp_operator import render, rules, structural
 from dp_operator.render import Incarnation
 from tests.unit.operator.shapes import specs
 from tests.unit.operator.world import SETTINGS, resource
@@ -313,3 +313,34 @@ def test_in_the_nodes_network_every_port_is_declared_so_that_the_scheduler_keeps
 )
 def test_quantities_are_read_as_bytes(quantity, expected):
     assert render.in_bytes(quantity) == expected
+
+
+# The fields that the two kinds of PodGroup have in their CRDs (scheduling.volcano.sh/v1beta1, scheduling.x-k8s.io/v1alpha1).
+POD_GROUP_FIELDS = {
+    "Volcano": {
+        "minMember": {"type": "integer"},
+        "minTaskMember": {"type": "object"},
+        "minResources": {"type": "object"},
+        "networkTopology": {"type": "object"},
+        "priorityClassName": {"type": "string"},
+        "queue": {"type": "string"},
+    },
+    "Coscheduling": {
+        "minMember": {"type": "integer"},
+        "minResources": {"type": "object"},
+        "scheduleTimeoutSeconds": {"type": "integer"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", POD_GROUP_FIELDS)
+def test_a_pod_group_fits_its_crd(kind):
+    gang = render.pod_group(incarnation(scheduling={"podGroup": kind}))
+    assert gang
+    schema = {"type": "object", "properties": POD_GROUP_FIELDS[kind]}
+    assert list(structural.errors(schema, gang["spec"], "spec")) == []
+
+
+def test_kueue_and_none_need_no_object():
+    for kind in ("None", "Kueue"):
+        assert render.pod_group(incarnation(scheduling={"podGroup": kind})) is None
