@@ -286,11 +286,12 @@ class EngineCore:
             self._strike()
             if self._drained():
                 return
-            for socket in self._inputs:
-                if socket in events and not self._drain_input(socket):
-                    self._poller.unregister(socket)
-            if self._coordinator_in is not None and self._coordinator_in in events:
-                self._from_coordinator(self._coordinator_in.recv_multipart())
+            try:
+                self._read(events)
+            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
+                # vLLM's one input thread dies without a word to anybody: the rank is deaf from here on.
+                logs.error(f"Input thread died of a malformed message: {type(failure).__name__}: {failure}")
+                self._stop_reading()
             if self._wire.counts_before_step:
                 self._tell_counts()
             stepped = self._busy() and self._step_is_due()
@@ -330,9 +331,7 @@ class EngineCore:
                     _sleep_for_ever()
                 case "stop-reading":
                     faults.struck(fault)
-                    for socket in self._inputs:
-                        if socket in self._poller:
-                            self._poller.unregister(socket)
+                    self._stop_reading()
                 case "drop-coordinator":
                     faults.struck(fault)
                     self._drop_coordinator()
@@ -346,7 +345,8 @@ class EngineCore:
 
     def _drop_coordinator(self) -> None:
         if self._coordinator_in is not None and self._coordinator_out is not None:
-            self._poller.unregister(self._coordinator_in)
+            if self._coordinator_in in self._poller:
+                self._poller.unregister(self._coordinator_in)
             self._coordinator_in.close()
             self._coordinator_out.close()
         self._coordinator_in = self._coordinator_out = None
@@ -451,31 +451,43 @@ class EngineCore:
         slot = self._wire.weight_version_slot
         return wire.encode_outputs(message, now=time.monotonic(), weight_version_slot=slot)
 
-    def _drain_input(self, socket: Socket) -> bool:
-        """Take all that has come. False when a malformed request has made this input deaf, as it does in vLLM."""
-        while True:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            try:
-                self._from_front_end(frames)
-            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
-                logs.error(f"Input thread died of a malformed message: {type(failure).__name__}: {failure}")
-                return False
+    def _read(self, events: dict[Any, int]) -> None:
+        """Take all that has come. Raises what decoding raises."""
+        for socket in self._inputs:
+            while socket in events:
+                try:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(frames)
+        if self._coordinator_in is not None and self._coordinator_in in events:
+            frames = self._coordinator_in.recv_multipart()
+            if frames != [wire.COORDINATOR_READY]:  # said again when another rank has come late
+                self._take(frames)
 
-    def _from_front_end(self, frames: list[bytes]) -> None:
-        kind = frames[0]
+    def _stop_reading(self) -> None:
+        for socket in [*self._inputs, self._coordinator_in]:
+            if socket is not None and socket in self._poller:
+                self._poller.unregister(socket)
+
+    def _take(self, frames: list[bytes]) -> None:
+        kind, payload = frames[0], frames[1]
         if kind == wire.ADD:
-            self._add(wire.decode_add(frames[1]))
+            self._add(wire.decode_add(payload))
         elif kind == wire.ABORT:
-            for client, ids in self._scheduler.abort(wire.decode(frames[1])).items():
+            for client, ids in self._scheduler.abort(wire.decode(payload)).items():
                 self._to_client(client, Outputs(engine=self._rank, finished=ids, stats=self._stats()))
+        elif kind == wire.START_DP_WAVE:
+            wave, exclude = wire.decode(payload)
+            if self._waves is not None:
+                self._announce(self._waves.start_received(wave, exclude))
         elif kind == wire.UTILITY:
-            client, call_id, method, arguments = wire.decode(frames[1])
+            client, call_id, method, arguments = wire.decode(payload)
             failure, value = self._utility(method, arguments)
             result = None if failure else [None, value]
             self._to_client(client, Outputs(engine=self._rank, utility=[call_id, failure, result]))
+        else:
+            raise ValueError(f"unknown kind of request {kind!r}")
 
     def _add(self, request: wire.Request) -> None:
         self._requests_seen += 1
@@ -501,11 +513,6 @@ class EngineCore:
             if kind == "fatal-on-request":
                 raise RuntimeError("fault fatal-on-request")
             _sleep_for_ever()
-
-    def _from_coordinator(self, frames: list[bytes]) -> None:
-        if frames[0] == wire.START_DP_WAVE and self._waves is not None:
-            wave, exclude = wire.decode(frames[1])
-            self._announce(self._waves.start_received(wave, exclude))
 
     def _announce(self, wave: int | None) -> None:
         if wave is not None:
