@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 from msgspec import Struct, structs
 
@@ -79,7 +80,7 @@ async def _run(server: ApiServer) -> int:
         client.check_alive()
         await connecting
         await _serve(server, client, stopping, dying)
-    except (TimeoutError, EngineDeadError) as failure:
+    except (TimeoutError, EngineDeadError, KeyError, ValueError, TypeError, msgspec.DecodeError) as failure:
         logs.error(f"Engine core initialization failed: {type(failure).__name__} {failure}")
         return 1
     else:

@@ -114,12 +114,14 @@ class EngineClient:
     async def connect(self, *, timeout_s: float) -> None:
         """Wait for every engine's first frame, then until all answer. Raises TimeoutError, EngineDeadError.
 
-        `timeout_s` starts anew with every engine that arrives.
+        A strange frame raises KeyError, ValueError or msgspec.DecodeError. `timeout_s` starts anew with every engine that arrives.
         """
         missing = set(self._ranks)
         while missing:
             identity, response = await asyncio.wait_for(self._inputs.recv_multipart(), timeout_s)
             rank = int.from_bytes(identity, "little")
+            if rank not in self._position:
+                raise KeyError(f"first frame of rank {rank}, which is not managed here")
             missing.discard(rank)
             if response:
                 self._take_response(wire.decode(response))
@@ -217,7 +219,15 @@ class EngineClient:
                 continue
             try:
                 self._take(wire.decode_outputs(frames[0]))
-            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError, struct.error) as failure:
+            except (
+                msgspec.DecodeError,
+                ValueError,
+                TypeError,
+                KeyError,
+                IndexError,
+                AttributeError,
+                struct.error,
+            ) as failure:
                 logs.error(f"Dropped a malformed output: {type(failure).__name__}: {failure}")
 
     def _take(self, message: wire.Outputs) -> None:
@@ -257,10 +267,13 @@ class EngineClient:
     async def _read_stats(self, stats: zmq.asyncio.Socket) -> None:
         while True:
             frame = await stats.recv()
-            counts, self._wave, self._group_running = wire.decode(frame)
-            if counts is not None:
-                # The coordinator speaks of all ranks; these are ours.
-                self._balancer.counts_received([counts[rank] for rank in self._ranks if rank < len(counts)])
+            try:
+                counts, self._wave, self._group_running = wire.decode(frame)
+                if counts is not None:
+                    # The coordinator speaks of all ranks; these are ours.
+                    self._balancer.counts_received([counts[rank] for rank in self._ranks if rank < len(counts)])
+            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
+                logs.error(f"Dropped malformed counts: {type(failure).__name__}: {failure}")
 
     def die(self, reason: str) -> None:
         """An engine is gone: fail what is under way and everything that comes."""

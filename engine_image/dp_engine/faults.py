@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from typing import NoReturn
 
 from msgspec import Struct
 
@@ -160,6 +161,12 @@ def sleep_if(faults: Iterable[Fault], kind: str, rank: int) -> None:
     if fault := find(faults, kind, rank):
         struck(fault, f"{fault.seconds:g} s")
         time.sleep(fault.seconds)
+
+
+def sleep_for_ever() -> NoReturn:
+    """Hang: the process stays up and does nothing."""
+    while True:
+        time.sleep(3600)
 
 
 def crash_if(faults: Iterable[Fault], kind: str, rank: int) -> None:

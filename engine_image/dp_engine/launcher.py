@@ -27,7 +27,8 @@ from dp_engine import devices, logs, processes
 from dp_engine.coordinator_process import CoordinatorEndpoints, run_coordinator
 from dp_engine.data_sockets import DataEndpoints, DataSockets, bind_data_sockets
 from dp_engine.endpoints import ipc_endpoint, tcp_endpoint
-from dp_engine.engine import EngineConfig, config_hash, run_engine
+from dp_engine.engine import config_hash, run_engine
+from dp_engine.engine_core import EngineConfig
 from dp_engine.front_end import StartError, run_handshake
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Init
 from dp_engine.metrics import SharedMetrics

@@ -83,7 +83,9 @@ def is_moe(options: Options) -> bool:
         return False
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    return any(isinstance(config.get(key), int) and config[key] > 0 for key in _MOE_CONFIG_KEYS)
+    # A model of several kinds of input keeps its language model's sizes in a part of their own.
+    parts = [config, config.get("text_config") or {}]
+    return any(isinstance(part.get(key), int) and part[key] > 0 for part in parts for key in _MOE_CONFIG_KEYS)
 
 
 def _node_placement(options: Options) -> tuple[int, int]:
@@ -96,6 +98,10 @@ def _node_placement(options: Options) -> tuple[int, int]:
         raise ValueError(f"--node-rank {options.node_rank} must be less than --nnodes {options.nnodes}")
     if total % options.nnodes:
         raise ValueError(f"the world size {total} is not divisible by --nnodes {options.nnodes}")
+    if options.nnodes > options.data_parallel_size and options.nnodes % options.data_parallel_size:
+        raise ValueError(
+            f"--nnodes {options.nnodes} must be divisible by the {options.data_parallel_size} data parallel node groups"
+        )
     local_world = total // options.nnodes
     return options.node_rank * local_world // workers, max(local_world // workers, 1)
 
@@ -120,6 +126,10 @@ def _mode(options: Options, wire: Wire) -> tuple[LoadBalancing, int, int]:
     if external:
         if local not in {None, 1}:
             raise ValueError(f"--data-parallel-rank requires --data-parallel-size-local 1, not {local}")
+        if rank is None and (node_local or 1) > 1:
+            raise ValueError(
+                f"--node-rank cannot unambiguously identify external data-parallel ranks: a node holds {node_local}"
+            )
         return "external", node_rank if rank is None else rank, 1
     if local is None and node_local is not None and not options.data_parallel_hybrid_lb:
         local = node_local

@@ -28,7 +28,8 @@ class _Job:
         self.natural = None if sampling.get("ignore_eos") else natural_length(request.prompt_token_ids, seed)
         self.stops = set(sampling.get("stop_token_ids") or [])
         self.minimum = int(sampling.get("min_tokens") or 0)
-        self.logprobs: int | None = sampling.get("logprobs")
+        wanted = sampling.get("logprobs")
+        self.logprobs = None if wanted is None else int(wanted)
         self.prompt_left = len(request.prompt_token_ids)
 
     def take(self, budget: int) -> tuple[int, bool]:

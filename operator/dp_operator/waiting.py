@@ -1,7 +1,7 @@
 """What a group that is not ready waits for, in words that a tired person understands. Pure.
 
 The text names the lowest stage that is not complete, how many ranks have it, and for each missing rank its pod,
-node and reason. Elapsed time is given in steps (5 s, 10 s, 30 s, 1 min …), because a text that changed every second
+node and reason. Elapsed time is given in steps (10 s, 30 s, 1 min …), because a text that changed every second
 would be a write every second.
 """
 
@@ -14,7 +14,7 @@ from dp_handshake.ranks import count_ranks, format_ranks, parse_ranks
 from dp_operator.api import Stages
 from dp_operator.observe import IncarnationObjects, Pod, seconds
 
-_STEPS_S = (5, 10, 20, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+_STEPS_S = (10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
 _NAMED_PODS = 4
 _MONITOR_PATIENCE_S = 5
 # The kubelet alternates between the two, which is no change worth a write.

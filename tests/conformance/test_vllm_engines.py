@@ -101,7 +101,8 @@ def test_engines_of_vllm_serve_our_front_end(
             until(lambda: paused(engines, 0) == everyone, within_s=10, last=bed.logs)
 
         assert head.complete(tokens=7, rank=size - 1) == 7
-        assert said(engines, "finished")[-1]["rank"] == size - 1
+        if not release.name.startswith("0.11"):  # the header came with 0.11.2
+            assert said(engines, "finished")[-1]["rank"] == size - 1
         if lockstep:
             until(lambda: paused(engines, 1) == everyone, within_s=10, last=bed.logs)
 

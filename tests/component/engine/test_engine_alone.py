@@ -168,17 +168,47 @@ def test_an_abort_is_confirmed_and_an_unknown_one_ignored(head):
     assert found.stats["num_running_reqs"] == 0
 
 
-def test_a_malformed_request_makes_that_input_deaf_and_nothing_else(head):
+MALFORMED = {
+    "no msgpack": (wire.ADD, b"\xc1"),
+    "a short request": (wire.ADD, wire.encode(["r"])),
+    "limits that are no numbers": (
+        wire.ADD,
+        wire.encode(["r", [1], None, {"max_tokens": "many"}, None, 1.0, None, None, None]),
+    ),
+    "log probabilities that are no number": (
+        wire.ADD,
+        wire.encode(["r", [1], None, {"logprobs": "some"}, None, 1.0, None, None, None]),
+    ),
+    "an abort of a number": (wire.ABORT, wire.encode(5)),
+    "a call without arguments": (wire.UTILITY, wire.encode([0, 1])),
+    "a wave without a number": (wire.START_DP_WAVE, wire.encode([1])),
+    "an unknown kind": (b"\x09", wire.encode([1])),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_message_makes_the_rank_deaf_and_nothing_else(head, case):
     head.start(coordinator=True)
     head.back.recv()
     head.first_frame()
     head.back.send(b"READY")
     head.ready()
-    head.send(wire.ADD, b"\xc1")
+    head.send(*MALFORMED[case])
     head.worker.wait_for("Input thread died")
     head.add(max_tokens=1)
     assert not head.outputs.poll(500)
     assert head.worker.popen.poll() is None
+
+
+def test_a_repeated_ready_of_the_coordinator_is_ignored(head):
+    head.start(coordinator=True)
+    head.back.recv()
+    head.first_frame()
+    head.back.send(b"READY")
+    head.ready()
+    head.back.send(b"READY")
+    head.add(max_tokens=1)
+    assert wire.decode_outputs(head.outputs.recv()).finished == ["r"]
 
 
 @pytest.mark.parametrize(

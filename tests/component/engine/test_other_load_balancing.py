@@ -123,7 +123,7 @@ def test_an_external_dense_group_of_0_17_starts_and_cannot_serve(bed):
         assert "not their coordinator" in node.log()
 
 
-def supervisor(bed, free, *argv, start=0, size=2, local=2):
+def supervisor(bed, free, *argv, start=0, size=2, local=2, **kwargs):
     page = free()
     base = free()
     node = bed.node(
@@ -131,6 +131,7 @@ def supervisor(bed, free, *argv, start=0, size=2, local=2):
         *("--data-parallel-supervisor-port", str(page), "--dp-supervisor-probe-interval-s", "0.1", *argv),
         size=size,
         port=base,
+        **kwargs,
     )
     return node, page
 
@@ -177,6 +178,13 @@ def test_a_supervisor_runs_one_server_per_rank_and_one_page_for_all(bed, wait, f
     node.popen.terminate()
     assert node.exit_code() == 0
     assert bed.alive() == []
+
+
+def test_a_supervisors_servers_share_the_nodes_devices(bed, wait, free):
+    node, page = supervisor(bed, free, env={"CUDA_VISIBLE_DEVICES": "4,5"})
+    wait(lambda: status(page, "/readyz") == 200, within_s=20, last=bed.logs)
+    assert "DP rank 0 uses cuda devices 4\n" in node.log()
+    assert "DP rank 1 uses cuda devices 5\n" in node.log()
 
 
 def test_two_supervisors_form_one_group(bed, wait, free):

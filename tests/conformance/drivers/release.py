@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 
+import command_lines
 import engines
 import front_end
 import vllm
@@ -24,6 +25,7 @@ logging.disable(logging.WARNING)
 CASES = {
     "front_end": front_end.run,
     "engines": engines.run,
+    "command_lines": command_lines.run,
 }
 
 

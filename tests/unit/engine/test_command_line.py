@@ -37,6 +37,7 @@ ACCEPTED = {
     "m --moe -dp 4 -dpl 1 -dpr 2": ("external", 4, 1, 2, 1, False),
     "m --moe -dp 4 -dpn 3": ("external", 4, 1, 3, 1, False),
     "m --moe -dp 4 --data-parallel-rank 3 -dpl 1 -dpe": ("external", 4, 1, 3, 1, False),
+    "m --moe -dp 4 --nnodes 4 --node-rank 3 -dpe": ("external", 4, 1, 3, 1, False),
     "m --moe -dp 4 --nnodes 2 --node-rank 1 --headless": ("internal", 4, 2, 2, 0, True),
     "m -dp 2 --compilation-config.level 3 -O3 --enforce-eager --load-format dummy": ("internal", 2, 2, 0, 2, False),
     "m -dp 2 --no-enable-prefix-caching --kv-transfer-config {} --lora-modules a=b c=d": (
@@ -82,6 +83,8 @@ REFUSED = {
     "m -dp 4 -dpr 2": "incompatible with --data-parallel-start-rank 2",
     "m -dp 4 --nnodes 2 --node-rank 2": "must be less than --nnodes 2",
     "m -dp 3 --nnodes 2": "not divisible by --nnodes 2",
+    "m -dp 2 -tp 3 --nnodes 3": "must be divisible by the 2 data parallel node groups",
+    "m -dp 4 --nnodes 2 -dpe --moe": "cannot unambiguously identify external data-parallel ranks",
     "m -dp 4 --nnodes 2 -dpb ray": "not supported with --data-parallel-backend ray",
     "m -dp 4 --enable-eplb": "--enable-eplb requires --enable-expert-parallel",
     "m -dp 4 --enable-elastic-ep": "--enable-elastic-ep requires --enable-eplb",
@@ -147,7 +150,12 @@ def test_the_rpc_address_of_a_single_rank_is_always_loopback():
 
 @pytest.mark.parametrize(
     ("config", "moe"),
-    [('{"num_experts": 8}', True), ('{"n_routed_experts": 64}', True), ('{"hidden_size": 8}', False)],
+    [
+        ('{"num_experts": 8}', True),
+        ('{"n_routed_experts": 64}', True),
+        ('{"text_config": {"num_experts": 8}}', True),
+        ('{"hidden_size": 8}', False),
+    ],
 )
 def test_the_models_own_config_says_whether_it_has_experts(tmp_path, config, moe):
     (tmp_path / "config.json").write_text(config)
