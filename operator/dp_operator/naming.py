@@ -6,6 +6,7 @@ be unique and short enough that every derived name fits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -112,6 +113,12 @@ def revision(spec: Spec) -> str:
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]
 
 
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Fields of a struct type. Looked up once: it costs a millisecond, and every reconcile hashes a spec."""
+    return msgspec.structs.fields(kind)
+
+
 def _without_defaults(value: Any) -> Any:
     """Builtins of a value, without the struct fields that equal their defaults.
 
@@ -119,7 +126,7 @@ def _without_defaults(value: Any) -> Any:
     """
     if isinstance(value, msgspec.Struct):
         kept = {}
-        for field in msgspec.structs.fields(value):
+        for field in _fields(type(value)):
             item = getattr(value, field.name)
             has_factory = field.default_factory is not msgspec.NODEFAULT
             default = field.default_factory() if has_factory else field.default

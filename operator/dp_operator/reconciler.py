@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,13 +43,25 @@ SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
 class Reconciler:
     """Cache, queue and monitors of one operator process, and the work on them."""
 
-    def __init__(self, client: Client, settings: Settings, *, namespaces: list[str]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        *,
+        namespaces: list[str],
+        monitors: Callable[[Callable[[Key], None]], Monitors] = Monitors,
+        clock: Callable[[], float] = time.time,
+        chance: random.Random | None = None,
+    ) -> None:
+        """monitors, clock (seconds since the epoch) and chance are the world outside; a simulation has its own."""
         self.cache = Cache()
         self.queue: Queue[Key] = Queue()
         self._client = client
         self._settings = settings
         self._namespaces = namespaces or [""]
-        self._monitors = Monitors(self.queue.add)
+        self._monitors = monitors(self.queue.add)
+        self._clock = clock
+        self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
@@ -91,7 +105,7 @@ class Reconciler:
             self._relisted.clear()
             try:
                 await self.resync()
-                delay = RESYNC_S + secrets.randbelow(60)
+                delay = RESYNC_S + self._chance.random() * 60
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
                 log.warning("resync failed, trying again: %s", error)
                 delay = FIRST_RESYNC_S
@@ -144,14 +158,14 @@ class Reconciler:
             refused=self._refused,
             blocked=self._blocked,
         )
-        now = time.time()
+        now = self._clock()
         decided = plan(
             Situation(
                 cr=cr,
                 picture=picture,
                 settings=self._settings,
                 now=now,
-                token=secrets.token_bytes(16),
+                token=self._chance.randbytes(16),
                 errors=rules.refusals(name=cr.metadata.name, spec=cr.spec),
                 monitor_errors=self._monitors.errors,
             )
@@ -187,7 +201,7 @@ class Reconciler:
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
         """Write the status unless one was written within the last second. False: the key comes again."""
         uid = raw["metadata"]["uid"]
-        since = time.monotonic() - self._status_written.get(uid, float("-inf"))
+        since = _monotonic() - self._status_written.get(uid, float("-inf"))
         if since < STATUS_INTERVAL_S:
             self.queue.add_after(key, STATUS_INTERVAL_S - since)
             return False
@@ -201,7 +215,7 @@ class Reconciler:
             self.cache.put(api.KIND, await self._client.get(api.KIND, *key))
             self.queue.add(key)
             return False
-        self._status_written[uid] = time.monotonic()
+        self._status_written[uid] = _monotonic()
         self.cache.put(api.KIND, updated)
         return True
 
@@ -330,3 +344,7 @@ class Reconciler:
             await self._client.create(body)
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
+
+
+def _monotonic() -> float:
+    return asyncio.get_running_loop().time()
