@@ -26,6 +26,7 @@ LABEL_ROLE = f"{GROUP}/role"
 LABEL_SET = f"{GROUP}/set"  # which StatefulSet of the incarnation a worker belongs to
 LABEL_DEVICE = f"{GROUP}/device-"  # + device index: one label per device of the node that the pod uses
 ANNOTATION_RESTART = f"{GROUP}/restart"
+ANNOTATION_DRAIN_NODES = f"{GROUP}/drain-nodes"  # comma-separated: treat these nodes as being emptied
 ANNOTATION_MONITOR_HOST = f"{GROUP}/monitor-host"
 
 HEAD = "head"

@@ -21,8 +21,9 @@ import aiohttp
 import msgspec
 
 from dp_operator import api, naming, rules
-from dp_operator.cache import WATCHED, Cache, Key
+from dp_operator.cache import NODE, WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
+from dp_operator.failure import with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
 from dp_operator.observe import Picture, observe
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
 STRANGER_RECHECK_S = 30.0
+LOG_TIMEOUT_S = 3.0
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
 FIRST_RESYNC_S = 10.0
@@ -59,6 +61,8 @@ class Reconciler:
         self._client = client
         self._settings = settings
         self._namespaces = namespaces or [""]
+        self._sees_nodes = not namespaces
+        self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
         self._monitors = monitors(self.queue.add)
         self._clock = clock
         self._chance = chance or random.SystemRandom()
@@ -73,6 +77,11 @@ class Reconciler:
     def seen(self, kind: str, event: dict[str, Any]) -> None:
         """Take in one watch event."""
         obj = event["object"]
+        if kind == NODE:
+            deleted = event["type"] == "DELETED"
+            for key in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
+                self.queue.add(key)
+            return
         key = self.cache.remove(kind, obj) if event["type"] == "DELETED" else self.cache.put(kind, obj)
         if key:
             self.queue.add(key)
@@ -91,6 +100,12 @@ class Reconciler:
                 found += await self._client.list(kind, selector=selector, namespace=namespace)
             for key in self.cache.replace(kind, found, known_before=known):
                 self.queue.add(key)
+        if self._sees_nodes:
+            listed = await self._client.list(NODE)
+            gone = set(self.cache.nodes()) - {obj["metadata"]["name"] for obj in listed}
+            for keys in (*map(self.cache.put_node, listed), *map(self.cache.remove_node, gone)):
+                for key in keys:
+                    self.queue.add(key)
 
     async def keep_true(self) -> None:
         """Resync for ever: soon after the start and after every broken watch, rarely otherwise."""
@@ -157,6 +172,7 @@ class Reconciler:
             strangers=dict(self._strangers.get(uid, {})),
             refused=self._refused,
             blocked=self._blocked,
+            nodes=self.cache.nodes(),
         )
         now = self._clock()
         decided = plan(
@@ -168,9 +184,14 @@ class Reconciler:
                 token=self._chance.randbytes(16),
                 errors=rules.refusals(name=cr.metadata.name, spec=cr.spec),
                 monitor_errors=self._monitors.errors,
+                verdicts=self._verdicts.get(uid, {}),
             )
         )
         self._follow(key, cr, picture)
+        if decided.checks:
+            await self._check(uid, naming.revision(cr.spec), decided.checks)
+            self.queue.add(key)
+        decided = await self._with_logs(cr, decided)
         if decided.status != cr.status and not await self._write_status(key, raw, decided):
             return
         acted = await self._act(uid, decided)
@@ -187,6 +208,7 @@ class Reconciler:
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
         self._strangers.pop(uid, None)
+        self._verdicts.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
 
     def _follow(self, key: Key, cr: api.DataParallelDeployment, picture: Picture) -> None:
@@ -197,6 +219,32 @@ class Reconciler:
             if entry.state in ("Starting", "Serving") and head and head.status.pod_ip:
                 wanted[entry.incarnation] = head.status.pod_ip
         self._monitors.follow(key, wanted)
+
+    async def _check(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
+        """Ask the API server whether it takes the pods of a new revision. What is not about the pods is no refusal."""
+        verdict = ""
+        for manifest in manifests:
+            try:
+                await self._client.create(manifest, dry_run=True)
+            except ApiError as error:
+                if error.status in (400, 422):
+                    verdict = f"the API server refuses the {manifest['kind']} of the new spec: {error.message}"[:1024]
+                    break
+                if error.status != 403:  # a quota counts what is there now, and some of that goes first
+                    raise
+        self._verdicts[uid] = {revision: verdict}
+
+    async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
+        """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
+        for wanted in decided.logs:
+            try:
+                async with asyncio.timeout(LOG_TIMEOUT_S):
+                    text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=wanted.previous)
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.info("%s/%s: no log of %s: %s", cr.metadata.namespace, cr.metadata.name, wanted.pod, error)
+                continue
+            decided = msgspec.structs.replace(decided, status=with_log(decided.status, wanted, text))
+        return decided
 
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
         """Write the status unless one was written within the last second. False: the key comes again."""
@@ -306,6 +354,8 @@ class Reconciler:
         try:
             answer = await self._client.delete(kind, namespace, name, object_uid)
         except ApiError as error:
+            if error.status == 409 and await self._exists(kind, namespace, name, object_uid):
+                raise  # not about the uid: somebody changed it at the same moment
             if error.status not in (404, 409):
                 raise
             # Gone already, or another object has the name by now: either way this one is no more.
@@ -316,6 +366,15 @@ class Reconciler:
         else:
             self.cache.remove(kind, found[1])
         return True
+
+    async def _exists(self, kind: str, namespace: str, name: str, uid: str) -> bool:
+        try:
+            existing = await self._client.get(kind, namespace, name)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return bool(existing["metadata"]["uid"] == uid)
 
     async def _post(self, raw: dict[str, Any], event: Event) -> None:
         """Post an Event; losing one is no reason to stop."""

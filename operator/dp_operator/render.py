@@ -57,6 +57,11 @@ def devices_per_pod(spec: Spec) -> int:
     return spec.data_parallel.size_local * spec.tensor_parallel_size * spec.pipeline_parallel_size
 
 
+def devices_per_rank(spec: Spec) -> int:
+    """Accelerators of one rank; 0 where the engine uses none."""
+    return 0 if spec.devices.assignment == "None" else spec.tensor_parallel_size * spec.pipeline_parallel_size
+
+
 def worker_sets(spec: Spec, base: str) -> list[WorkerSet]:
     """StatefulSets of the workers and the ranks of their pods.
 
@@ -258,8 +263,8 @@ def config_map(inc: Incarnation, monitor_host: str) -> Manifest:
     }
 
 
-def disruption_budget(inc: Incarnation, *, pods: int) -> Manifest:
-    """Allow no pod of a group to be evicted alone.
+def disruption_budget(inc: Incarnation, *, pods: int, opened: bool = False) -> Manifest:
+    """Allow no pod of a group to be evicted alone; opened lets evictions through (disruption.py says when).
 
     An integer, because percentages and maxUnavailable count through the custom resource's scale subresource, which
     counts groups.
@@ -268,7 +273,11 @@ def disruption_budget(inc: Incarnation, *, pods: int) -> Manifest:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _meta(inc, inc.base),
-        "spec": {"minAvailable": pods, "selector": {"matchLabels": _incarnation_selector(inc)}},
+        "spec": {
+            "minAvailable": 0 if opened else pods,
+            "selector": {"matchLabels": _incarnation_selector(inc)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow" if opened else "IfHealthyBudget",
+        },
     }
 
 

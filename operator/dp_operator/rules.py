@@ -449,39 +449,11 @@ NOT_YET = (
         broken=lambda spec: spec.scheduling.pod_group != "None",
     ),
     _not_yet(
-        field=".rollout.maxSurge",
-        what="a maxSurge other than 0",
-        instead="leave it out",
-        cel="string(self.rollout.maxSurge) in ['0', '0%']",
-        broken=lambda spec: str(spec.rollout.max_surge) not in {"0", "0%"},
-    ),
-    _not_yet(
-        field=".rollout.maxUnavailable",
-        what="a maxUnavailable other than 1",
-        instead="leave it out",
-        cel="string(self.rollout.maxUnavailable) == '1'",
-        broken=lambda spec: str(spec.rollout.max_unavailable) != "1",
-    ),
-    _not_yet(
-        field=".rollout.paused",
-        what="a paused rollout",
-        instead="leave it out",
-        cel="!self.rollout.paused",
-        broken=lambda spec: spec.rollout.paused,
-    ),
-    _not_yet(
         field=".networkPolicy.peers",
         what="networkPolicy.peers",
         instead="leave it out, or write mode: Unmanaged and a policy of your own",
         cel="size(self.networkPolicy.peers) == 0",
         broken=lambda spec: bool(spec.network_policy.peers),
-    ),
-    _not_yet(
-        field=".disruption.policy",
-        what="a disruption.policy other than Managed",
-        instead="leave it out",
-        cel="self.disruption.policy == 'Managed'",
-        broken=lambda spec: spec.disruption.policy != "Managed",
     ),
 )
 

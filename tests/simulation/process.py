@@ -239,7 +239,7 @@ class Process:
 
     @staticmethod
     def _kinds() -> tuple[str, ...]:
-        return (KIND, *reconciler.WATCHED)
+        return (KIND, *reconciler.WATCHED, "Node")
 
     def _saw(self, kind: str, event: str, obj: Object) -> None:
         if not self._listening or not self.alive or kind not in self._kinds():

@@ -12,6 +12,13 @@ class Deadlock(Exception):
     """Nothing is left that could ever happen."""
 
 
+class Frantic(Exception):
+    """Something goes round and round without time passing, or far too often."""
+
+
+_TURNS = 400_000  # of the loop in one run; a long history needs 20,000
+
+
 class Loop(asyncio.BaseEventLoop):
     """asyncio without sockets. `time()` is seconds since the epoch, because the simulated world has one clock."""
 
@@ -19,6 +26,7 @@ class Loop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = self
         self._now = START
+        self._turns = 0
         self._clock_resolution = 1e-6  # coarser than what a float of that size can tell apart
 
     def time(self) -> float:
@@ -27,6 +35,9 @@ class Loop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
             raise Deadlock
+        self._turns += 1
+        if self._turns > _TURNS:
+            raise Frantic
         self._now += max(0.0, timeout)
         return []
 
