@@ -87,7 +87,6 @@ def tables() -> dict[str, str]:
         "spec": _field_table(schema["spec"]),
         "status": _field_table(schema["status"]),
         "rules": f"{_rule_table(rules.RULES)}\n| `metadata.name` | {rules.NAME_MESSAGE} |",
-        "not-yet": _rule_table(rules.NOT_YET),
     }
 
 

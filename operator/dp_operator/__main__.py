@@ -112,7 +112,7 @@ async def _first_lists(reconciler: Reconciler, stop: asyncio.Event) -> bool:
 
 async def _watch(reconciler: Reconciler, namespaces: list[str], stop: asyncio.Event, ready: asyncio.Event) -> None:
     await kopf.operator(
-        registry=handlers.registry(reconciler.seen, reconciler.relisted),
+        registry=handlers.registry(reconciler.seen, reconciler.relisted, nodes=not namespaces),
         settings=handlers.settings(),
         standalone=True,
         clusterwide=not namespaces,

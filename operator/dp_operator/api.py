@@ -345,6 +345,13 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
         str, Meta(max_length=128, description="Value of the restart annotation this incarnation was made under.")
     ] = ""
     last_failures: Annotated[list[Failure], Meta(max_length=3)] = []
+    replaces: Annotated[
+        str, Meta(max_length=16, description="Incarnation that serves until this one, its successor, is ready (surge).")
+    ] = ""
+    node_failures: Annotated[
+        dict[str, Annotated[int, Meta(ge=0)]],
+        Meta(max_length=8, description="Node -> how many of the charged failures in a row began there."),
+    ] = {}
 
 
 class Status(_Status, frozen=True, kw_only=True):

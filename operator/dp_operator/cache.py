@@ -13,11 +13,14 @@ from typing import Any
 
 from dp_operator import naming
 from dp_operator.api import KIND
+from dp_operator.observe import Node
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # namespace and name of a custom resource
 
+NODE = "Node"
 _TOMBSTONES = 10_000
+# Kinds that carry our labels. Nodes come on top where the operator sees the whole cluster.
 WATCHED = ("Pod", "StatefulSet", "Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy")
 
 
@@ -27,6 +30,7 @@ class Cache:
     def __init__(self) -> None:
         self._objects: dict[str, dict[tuple[str, str], Object]] = {kind: {} for kind in (KIND, *WATCHED)}
         self._owned: dict[str, dict[tuple[str, str], Object]] = {}  # uid of owner -> (kind, name) -> object
+        self._nodes: dict[str, Node] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # uids
 
     def custom_resource(self, key: Key) -> Object | None:
@@ -39,6 +43,37 @@ class Cache:
     def owned(self, uid: str) -> list[tuple[str, Object]]:
         """(kind, object) of everything labelled with a custom resource's uid."""
         return [(kind, obj) for (kind, _), obj in self._owned.get(uid, {}).items()]
+
+    def nodes(self) -> dict[str, Node]:
+        """What is known of every node; empty where nodes are not watched."""
+        return self._nodes
+
+    def put_node(self, obj: Object) -> list[Key]:
+        """Take in a node. Returns the custom resources with pods on it if something that matters has changed.
+
+        Kubelets report every few seconds; all but a few of these reports change nothing.
+        """
+        meta = obj["metadata"]
+        ready = next(
+            (c["status"] for c in (obj.get("status") or {}).get("conditions") or [] if c["type"] == "Ready"), ""
+        )
+        node = Node(
+            name=meta["name"],
+            ready=ready or "True",  # a node that has not reported yet has nothing to lose
+            unschedulable=bool((obj.get("spec") or {}).get("unschedulable")),
+        )
+        if self._nodes.get(node.name) == node:
+            return []
+        self._nodes[node.name] = node
+        return self._on_node(node.name)
+
+    def remove_node(self, name: str) -> list[Key]:
+        """Forget a node that was taken out of the cluster; the garbage collector takes its pods."""
+        return self._on_node(name) if self._nodes.pop(name, None) else []
+
+    def _on_node(self, name: str) -> list[Key]:
+        keys = {_key("Pod", pod) for pod in self._objects["Pod"].values() if pod["spec"]["nodeName"] == name}
+        return [key for key in keys if key]
 
     def put(self, kind: str, obj: Object) -> Key | None:
         """Take in an object unless a newer or final state is known. Returns the custom resource concerned."""

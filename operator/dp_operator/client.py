@@ -31,6 +31,7 @@ RESOURCES = {
     "StatefulSet": ("apps/v1", "statefulsets"),
     "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "Node": ("v1", "nodes"),
     "Event": ("events.k8s.io/v1", "events"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
     "PodGroup": ("", "podgroups"),  # of several gang schedulers: each manifest says its API group
@@ -38,6 +39,8 @@ RESOURCES = {
 _TIMEOUT = aiohttp.ClientTimeout(total=30, connect=10)
 _PARALLEL_REQUESTS = 16
 _PAGE = 500
+_LOG_LINES = 4000
+_LOG_BYTES = 1 << 20
 
 
 class ApiError(Exception):
@@ -81,6 +84,19 @@ class Client:
         content_type: str = "application/json",
     ) -> Object:
         """Send one request and decode the answer. Raises ApiError, aiohttp.ClientError or TimeoutError."""
+        payload = await self._send(method, path, body=body, params=params, content_type=content_type)
+        decoded: Object = msgspec.json.decode(payload)
+        return decoded
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        params: dict[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> bytes:
         if self._session is None:
             raise RuntimeError("the client is not open")
         headers = {"Accept": "application/json", **credentials().as_http_headers()}
@@ -98,8 +114,7 @@ class Client:
         ):
             payload = await response.read()
             if response.status < 400:
-                decoded: Object = msgspec.json.decode(payload)
-                return decoded
+                return payload
             raise _error(response, payload)
 
     async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
@@ -117,13 +132,13 @@ class Client:
     async def get(self, kind: str, namespace: str, name: str) -> Object:
         return await self.request("GET", path(kind, namespace, name))
 
-    async def create(self, manifest: Object) -> Object:
-        """POST; a misspelt field is an error, not a warning."""
+    async def create(self, manifest: Object, *, dry_run: bool = False) -> Object:
+        """POST; a misspelt field is an error, not a warning. A dry run is only looked at by the API server."""
         return await self.request(
             "POST",
             path(manifest["kind"], manifest["metadata"]["namespace"], version=manifest["apiVersion"]),
             body=manifest,
-            params={"fieldValidation": "Strict", "fieldManager": MANAGER},
+            params={"fieldValidation": "Strict", "fieldManager": MANAGER} | ({"dryRun": "All"} if dry_run else {}),
         )
 
     async def apply(self, manifest: Object) -> Object:
@@ -149,6 +164,14 @@ class Client:
                 "propagationPolicy": "Background",
             },
         )
+
+    async def log(self, namespace: str, pod: str, *, previous: bool) -> str:
+        """The end of the engine's log, at most _LOG_BYTES of it; previous: of the container before the last restart."""
+        params = {"container": "engine", "tailLines": str(_LOG_LINES), "limitBytes": str(_LOG_BYTES)}
+        answer = await self._send(
+            "GET", f"{path('Pod', namespace, pod)}/log", params=params | ({"previous": "true"} if previous else {})
+        )
+        return answer.decode(errors="replace")
 
     async def replace(self, obj: Object) -> Object:
         """PUT a whole object; its resourceVersion is the precondition (409 otherwise)."""

@@ -145,7 +145,7 @@ def _validation(rule: rules.Rule) -> Schema:
 
 def _root_schema() -> Schema:
     spec = _schema(inspect.type_info(api.Spec), at="spec")
-    spec["x-kubernetes-validations"] = [_validation(rule) for rule in (*rules.RULES, *rules.NOT_YET)]
+    spec["x-kubernetes-validations"] = [_validation(rule) for rule in rules.RULES]
     return {
         "type": "object",
         "description": "Groups of data-parallel vLLM ranks that start together, serve one API and are replaced as a whole.",

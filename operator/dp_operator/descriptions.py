@@ -86,7 +86,7 @@ DESCRIPTIONS = {
     "status.groups[].lastFailures[].message": "The cause in a sentence.",
     "status.groups[].lastFailures[].firstErrorLines": "First lines of its log that name an error.",
     "status.groups[].lastFailures[].logTail": "Last lines of its log.",
-    "status.conditions": "Accepted, Available, Ready, Progressing, Degraded, Stalled and VersionAssumed.",
+    "status.conditions": "Accepted, Available, Ready, Progressing, Degraded, Stalled, DrainBlocked and VersionAssumed.",
     "status.conditions[].type": "Name of the condition.",
     "status.conditions[].status": "Whether it holds.",
     "status.conditions[].reason": "Why, in one word.",

@@ -2,7 +2,9 @@
 
 Pods are never repaired one by one: a rank that ended can never rejoin its handshake, so the first sign that any
 member is gone condemns the incarnation. Signs differ in how much they say; the cause that is kept is chosen by rank:
-out of memory, signal, non-zero exit; then eviction and deletion from outside; then exit code 0.
+out of memory, signal, non-zero exit; then node loss, eviction and deletion from outside; then exit code 0. An end that
+follows a deletion is part of it. Of equals the earliest is kept; container times have one second's resolution, so ends
+of the same second are named as a tie.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from dp_operator.api import Failure, GroupStatus, Spec
-from dp_operator.observe import IncarnationObjects, Pod, Terminated, seconds, timestamp
+from dp_operator import symptoms
+from dp_operator.api import Failure, GroupStatus, Spec, Status
+from dp_operator.observe import IncarnationObjects, Picture, Pod, Terminated, seconds, timestamp
 
 # The relay hears the end of a rank's connection up to a second before the kubelet reports the exit code, and
 # only the latter says why. Wait this long for it.
 CAUSE_WAIT_S = 3.0
-# Times of container ends have one second's resolution.
+# Containers that are on their way, not stuck.
+_ON_THE_WAY = ("ContainerCreating", "PodInitializing", "")
+_PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN = range(5)
 
 
@@ -29,9 +34,17 @@ class Verdict(NamedTuple):
     look_again_at: float | None = None
 
 
-def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
+class LogWanted(NamedTuple):
+    """The log of an engine that ended, to be read before its pod goes."""
+
+    incarnation: str
+    pod: str
+    previous: bool  # the container was started again in the same pod
+
+
+def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
     """Judge one incarnation whose objects have all been created."""
-    ended = _first_end(entry, objects, now)
+    ended = _first_end(entry, objects, picture, now)
     if ended:
         return Verdict(ended)
     heard = _from_relay(entry, objects, now)
@@ -44,25 +57,80 @@ def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: floa
     return Verdict(None, min(times) if times else None)
 
 
-def _first_end(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
+def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
+    """Which log explains a failure; None where no engine of a pod that still exists has ended."""
+    pod = next((p for p in objects.pods if p.name == failure.pod), None)
+    engine = pod.engine if pod else None
+    if not failure.charged or pod is None or engine is None or _engine_end(pod) is None:
+        return None
+    return LogWanted(failure.incarnation, failure.pod, previous=engine.state.terminated is None)
+
+
+def with_log(status: Status, wanted: LogWanted, text: str) -> Status:
+    """The status with what a log adds to the failure that it was read for."""
+    groups = [
+        msgspec.structs.replace(
+            group, last_failures=[explained(group.last_failures[0], text), *group.last_failures[1:]]
+        )
+        if group.incarnation == wanted.incarnation and group.last_failures
+        else group
+        for group in status.groups
+    ]
+    return msgspec.structs.replace(status, groups=groups)
+
+
+def explained(failure: Failure, text: str) -> Failure:
+    """A failure with first error lines, tail and, where the log is clear, a reason."""
+    if not text.strip():
+        return failure
+    found = symptoms.reason(text)
+    # A kill by the kernel is told by the kubelet; the log cannot know better.
+    reason = found if found and failure.reason in ("EngineExited", "EngineKilled") and not failure.signal else ""
+    return msgspec.structs.replace(
+        failure,
+        reason=reason or failure.reason,
+        first_error_lines=symptoms.first_error(text) or failure.first_error_lines,
+        log_tail=symptoms.tail(text),
+    )
+
+
+class _Sign(NamedTuple):
+    """One member's end."""
+
+    klass: int
+    at: float
+    failure: Failure
+
+
+def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Failure | None:
     firsts = objects.first_ranks
-    found: list[tuple[int, float, Failure]] = []
+    released = seconds(entry.released_at)
+    found: list[_Sign] = []
     for pod in objects.pods:
-        first_rank = firsts.get(pod.name)
         ended = _engine_end(pod)
-        if ended:
+        made = seconds(pod.metadata.creation_timestamp)
+        if ended and not _removal_came_first(pod, ended):
             klass, failure = _explain_end(pod, ended, entry, now)
         elif pod.metadata.deletion_timestamp or pod.status.phase == "Failed":
             klass, failure = _OUTSIDE, _removed(pod, entry, now)
+        elif picture.lost(pod):
+            words = f"is on node {pod.spec.node_name}, whose kubelet has fallen silent"
+            klass, failure = _OUTSIDE, _outside("NodeLost", pod, words, entry, now)
+        elif released is not None and made is not None and made > released:
+            words = "was deleted from outside and made again; it cannot join its group"
+            klass, failure = _OUTSIDE, _outside("PodDeleted", pod, words, entry, now)
         else:
             continue
         at = seconds(failure.time) or now
-        found.append((klass, at, _with_rank(failure, first_rank)))
+        found.append(_Sign(klass, at, _with_rank(failure, firsts.get(pod.name))))
     if found:
-        return min(found, key=lambda item: item[:2])[2]
+        return _first_of(found)
     missing = [] if objects.head else [entry.head_pod]
     if objects.plan:
         missing += sorted({ws.name for ws in objects.plan.workers} - set(objects.stateful_sets))
+    if not missing and entry.scheduled_at and released is not None:
+        # All pods were seen once, so one that is not there now is gone.
+        missing = [name for name in firsts if name not in {pod.name for pod in objects.pods}]
     if missing:
         return Failure(
             reason="MemberDeleted",
@@ -70,9 +138,41 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, now: float) -> F
             charged=False,
             incarnation=entry.incarnation,
             pod=missing[0],
-            message=f"{', '.join(missing)} was deleted from outside",
+            rank=firsts.get(missing[0]),
+            message=f"{', '.join(missing[:4])} was deleted from outside",
         )
     return None
+
+
+def _first_of(found: list[_Sign]) -> Failure:
+    """The sign that explains most, the earliest of equals; others of the same second are named."""
+    found.sort(key=lambda sign: (sign.klass, sign.at, sign.failure.rank if sign.failure.rank is not None else -1))
+    first = found[0]
+    ties = [
+        f"{sign.failure.pod} (rank {sign.failure.rank})"
+        for sign in found[1:]
+        if (sign.klass, sign.at) == (first.klass, first.at) and sign.klass != _OUTSIDE
+    ]
+    if not ties:
+        return first.failure
+    more = f" and {len(ties) - 4} more" if len(ties) > 4 else ""
+    words = f"{first.failure.message}; ended in the same second, so either may be first: {', '.join(ties[:4])}{more}"
+    return msgspec.structs.replace(first.failure, message=words[:1024])
+
+
+def _removal_came_first(pod: Pod, ended: Terminated) -> bool:
+    """Whether an engine ended because its pod was being removed, or has no end of its own."""
+    if ended.reason == "OOMKilled":
+        return False
+    disrupted = pod.condition("DisruptionTarget")
+    if (disrupted and disrupted.status == "True") or pod.status.reason in ("Evicted", "Preempting", "Terminated"):
+        return True
+    asked_by = seconds(pod.metadata.deletion_timestamp)
+    finished = seconds(ended.finished_at)
+    if asked_by is None:
+        return False
+    # deletionTimestamp is when the grace period ends.
+    return finished is None or finished >= asked_by - pod.metadata.deletion_grace_period_seconds
 
 
 def _with_rank(failure: Failure, rank: int | None) -> Failure:
@@ -97,6 +197,9 @@ def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float) ->
         klass, reason, words = _ERROR, "EngineExited", f"exited with code {ended.exit_code}"
     else:
         klass, reason, words = _CLEAN, "EngineExited", "exited with code 0, which for an engine is a failure too"
+    message = ended.message
+    if reason == "EngineExited":
+        reason = symptoms.reason(message) or reason
     on = f" on {pod.spec.node_name}" if pod.spec.node_name else ""
     return klass, Failure(
         reason=reason,
@@ -108,7 +211,8 @@ def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float) ->
         exit_code=ended.exit_code,
         signal=signal_name,
         message=f"engine of pod {pod.name}{on} {words}",
-        log_tail=ended.message[-2048:],
+        first_error_lines=symptoms.first_error(message),
+        log_tail=symptoms.tail(message),
     )
 
 
@@ -127,8 +231,12 @@ def _removed(pod: Pod, entry: GroupStatus, now: float) -> Failure:
         reason, words = pod.status.reason, pod.status.message
     else:
         reason, words = "PodDeleted", "was deleted from outside"
+    return _outside(reason, pod, words, entry, now)
+
+
+def _outside(reason: str, pod: Pod, words: str, entry: GroupStatus, now: float) -> Failure:
     return Failure(
-        reason=reason,
+        reason=reason[:64],
         time=timestamp(now) or "",
         charged=False,
         incarnation=entry.incarnation,
@@ -204,26 +312,69 @@ def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: 
                 )[:1024],
             )
         )
-    created = seconds(entry.created_at)
-    everyone_placed = len(objects.pods) >= len(objects.first_ranks) and all(p.spec.node_name for p in objects.pods)
-    if created is None or entry.scheduled_at or everyone_placed:
+    return _not_released(spec, entry, objects, now)
+
+
+def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
+    """Before the release nothing has failed, but nothing may be held for ever either.
+
+    Without a node for every pod, and with an image or container that does not come up, the limit is
+    scheduleTimeoutSeconds; a pull that goes on, or a launcher that is late, has timeoutSeconds.
+    """
+    created, scheduled = seconds(entry.created_at), seconds(entry.scheduled_at)
+    if created is None:
         return Verdict(None)
-    deadline = created + spec.startup.schedule_timeout_seconds
-    if now < deadline:
-        return Verdict(None, deadline)
-    return Verdict(
-        Failure(
-            reason="WaitingForCapacity",
-            time=timestamp(now) or "",
-            charged=False,
-            incarnation=entry.incarnation,
-            message=(
-                f"not all pods had a node after {spec.startup.schedule_timeout_seconds} s "
-                f"(startup.scheduleTimeoutSeconds), so the group gives its nodes back and tries again: "
-                f"{entry.waiting_for}"
-            )[:1024],
+    startup = spec.startup
+    if scheduled is None:
+        placed = len(objects.pods) >= len(objects.first_ranks) and all(p.spec.node_name for p in objects.pods)
+        deadline = created + startup.schedule_timeout_seconds
+        if placed or now < deadline:
+            return Verdict(None, None if placed else deadline)
+        message = (
+            f"not all pods had a node after {startup.schedule_timeout_seconds} s (startup.scheduleTimeoutSeconds), "
+            f"so the group gives its nodes back and tries again: {entry.waiting_for}"
         )
+        return Verdict(_late("WaitingForCapacity", message, entry, now, charged=False))
+    stuck = _stuck(objects)
+    soon = scheduled + startup.schedule_timeout_seconds
+    if stuck and now >= soon:
+        pod, reason, why = stuck
+        message = (
+            f"pod {pod.name} on {pod.spec.node_name} does not come up: {why}, {startup.schedule_timeout_seconds} s after "
+            f"all pods had a node (startup.scheduleTimeoutSeconds): {entry.waiting_for}"
+        )
+        failure = _late(reason, message, entry, now, charged=True)
+        rank = objects.first_ranks.get(pod.name)
+        return Verdict(msgspec.structs.replace(failure, pod=pod.name, node=pod.spec.node_name, rank=rank))
+    late = scheduled + startup.timeout_seconds
+    if now < late:
+        return Verdict(None, min(soon, late) if now < soon else late)
+    message = (
+        f"not every pod checked in within {startup.timeout_seconds} s after all pods had a node "
+        f"(startup.timeoutSeconds): {entry.waiting_for}"
     )
+    return Verdict(_late("CheckInDeadlineExceeded", message, entry, now, charged=True))
+
+
+def _late(reason: str, message: str, entry: GroupStatus, now: float, *, charged: bool) -> Failure:
+    return Failure(
+        reason=reason,
+        time=timestamp(now) or "",
+        charged=charged,
+        incarnation=entry.incarnation,
+        message=message[:1024],
+    )
+
+
+def _stuck(objects: IncarnationObjects) -> tuple[Pod, str, str] | None:
+    """The first pod whose image or container does not come up: (pod, reason, words)."""
+    for pod in objects.pods:
+        for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
+            held = status.state.waiting
+            if held and held.reason not in _ON_THE_WAY:
+                reason = "ImagePullFailed" if held.reason in _PULL_FAILURES else "ContainerStuck"
+                return pod, reason, f"{held.reason}: container {status.name}: {held.message}"[:400]
+    return None
 
 
 def _unhealthy(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:

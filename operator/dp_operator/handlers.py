@@ -8,17 +8,17 @@ from typing import Any
 import kopf
 
 from dp_operator.api import KIND
-from dp_operator.cache import WATCHED
+from dp_operator.cache import NODE, WATCHED
 from dp_operator.client import RESOURCES, credentials
 from dp_operator.naming import LABEL_MANAGED_BY, MANAGER
 
 Seen = Callable[[str, dict[str, Any]], None]
 
 
-def registry(seen: Seen, relisted: Callable[[], None]) -> kopf.OperatorRegistry:
-    """Handlers for the custom resource and for every kind of object made for it."""
+def registry(seen: Seen, relisted: Callable[[], None], *, nodes: bool) -> kopf.OperatorRegistry:
+    """Handlers for the custom resource, for every kind of object made for it and, if they may be read, for nodes."""
     handlers = kopf.OperatorRegistry()
-    for kind in (KIND, *WATCHED):
+    for kind in (KIND, *WATCHED, *((NODE,) if nodes else ())):
         _watch(handlers, kind, seen, relisted)
 
     @kopf.on.login(registry=handlers)
@@ -30,7 +30,7 @@ def registry(seen: Seen, relisted: Callable[[], None]) -> kopf.OperatorRegistry:
 
 def _watch(handlers: kopf.OperatorRegistry, kind: str, seen: Seen, relisted: Callable[[], None]) -> None:
     version, plural = RESOURCES[kind]
-    labels = None if kind == KIND else {LABEL_MANAGED_BY: MANAGER}
+    labels = None if kind in (KIND, NODE) else {LABEL_MANAGED_BY: MANAGER}
 
     # async, so that it runs in the event loop: cache and queue belong to it.
     @kopf.on.event(version, plural, registry=handlers, labels=labels, id=f"see-{plural}")

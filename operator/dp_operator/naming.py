@@ -6,6 +6,7 @@ be unique and short enough that every derived name fits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -26,6 +27,7 @@ LABEL_SERVING = f"{GROUP}/serving"  # on pods that have an API: what the client 
 LABEL_SET = f"{GROUP}/set"  # which StatefulSet of the incarnation a worker belongs to
 LABEL_DEVICE = f"{GROUP}/device-"  # + device index: one label per device of the node that the pod uses
 ANNOTATION_RESTART = f"{GROUP}/restart"
+ANNOTATION_DRAIN_NODES = f"{GROUP}/drain-nodes"  # comma-separated: treat these nodes as being emptied
 ANNOTATION_MONITOR_HOST = f"{GROUP}/monitor-host"
 
 HEAD = "head"
@@ -113,6 +115,12 @@ def revision(spec: Spec) -> str:
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]
 
 
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Fields of a struct type. Looked up once: it costs a millisecond, and every reconcile hashes a spec."""
+    return msgspec.structs.fields(kind)
+
+
 def _without_defaults(value: Any) -> Any:
     """Builtins of a value, without the struct fields that equal their defaults.
 
@@ -120,7 +128,7 @@ def _without_defaults(value: Any) -> Any:
     """
     if isinstance(value, msgspec.Struct):
         kept = {}
-        for field in msgspec.structs.fields(value):
+        for field in _fields(type(value)):
             item = getattr(value, field.name)
             has_factory = field.default_factory is not msgspec.NODEFAULT
             default = field.default_factory() if has_factory else field.default

@@ -35,6 +35,7 @@ class Meta(_Observed, frozen=True):
     generation: int = 0
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    deletion_grace_period_seconds: int = 0
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     owner_references: list[OwnerReference] = []
@@ -131,6 +132,18 @@ class ServiceObject(_Observed, frozen=True):
     spec: ServiceSpec = field(default_factory=ServiceSpec)
 
 
+class Node(_Observed, frozen=True):
+    """What matters of a node. `ready` is its condition: Unknown means that its kubelet has fallen silent."""
+
+    name: str
+    ready: str = "True"
+    unschedulable: bool = False
+
+    @property
+    def lost(self) -> bool:
+        return self.ready == "Unknown"
+
+
 class AnyObject(_Observed, frozen=True):
     """An object of which only the metadata matters."""
 
@@ -190,6 +203,12 @@ class Picture(Struct, frozen=True, kw_only=True):
     strangers: dict[tuple[str, str], str] = {}  # (kind, name) -> why an object of that name is not ours
     refused: dict[str, str] = {}  # incarnation -> why the API server refused one of its objects, for good
     blocked: dict[str, str] = {}  # incarnation -> why it does not take one of its objects now, such as a quota
+    nodes: dict[str, Node] = {}  # empty where the operator may not read nodes
+
+    def lost(self, pod: Pod) -> bool:
+        """Whether a pod is on a node that has fallen silent."""
+        node = self.nodes.get(pod.spec.node_name)
+        return node is not None and node.lost
 
 
 _TYPES: dict[str, Any] = {"Pod": Pod, "Service": ServiceObject}
@@ -203,6 +222,7 @@ def observe(
     strangers: dict[tuple[str, str], str] | None = None,
     refused: dict[str, str] | None = None,
     blocked: dict[str, str] | None = None,
+    nodes: dict[str, Node] | None = None,
 ) -> Picture:
     """Sort cached objects (kind, object) of one custom resource by incarnation.
 
@@ -252,6 +272,7 @@ def observe(
         strangers=strangers or {},
         refused=refused or {},
         blocked=blocked or {},
+        nodes=nodes or {},
     )
 
 

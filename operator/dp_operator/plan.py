@@ -17,19 +17,23 @@ An entry moves
 * Waiting: everything is gone, the next attempt comes at `nextAttemptAt`. Restarts and causes stay in the entry and
   move on into the next incarnation's.
 
-Groups are replaced one at a time while the others serve; groups that do not serve anyway are replaced at once.
+A changed spec (or a requested restart) replaces groups within the limits of `rollout.py`: groups that do not serve go
+first and at once; of those that serve at most maxUnavailable may be gone at a time, and up to maxSurge get a successor
+that takes over once it is ready. A revision that fails stops there, because its groups use the limits up. What has
+begun when a rollout is paused is finished; nothing more begins.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dp_operator import naming, render, status, versions
+from dp_operator import disruption, naming, render, rollout, status, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Status
-from dp_operator.failure import judge
+from dp_operator.failure import LogWanted, judge, log_wanted
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, unready
 
@@ -37,6 +41,7 @@ _KEPT_FAILURES = 3
 _BEING_MADE = "objects are being made"
 # A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
 _STUCK_POD_S = 30.0
+_KEPT_NODES = 8
 
 
 class Create(Struct, frozen=True):
@@ -81,6 +86,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     steps: list[list[Action]] = []
     events: list[Event] = []
     look_again_at: float | None = None
+    # Objects of a new revision that the API server should look at (dry run) before anything is deleted for it.
+    checks: list[dict[str, Any]] = []
+    # Logs to read before the status is written, because the pods they are of go next.
+    logs: list[LogWanted] = []
 
 
 class _Draft:
@@ -93,9 +102,12 @@ class _Draft:
         self.repairs: list[Action] = []
         self.events: list[Event] = []
         self.times: list[float] = []
+        self.checks: list[dict[str, Any]] = []
+        self.logs: list[LogWanted] = []
+        self.opened = ""  # incarnation whose budget is to let evictions through
 
     def look_again(self, at: float | None) -> None:
-        if at is not None:
+        if at is not None and at != float("inf"):
             self.times.append(at)
 
 
@@ -109,6 +121,8 @@ class Situation(Struct, frozen=True, kw_only=True):
     token: bytes  # fresh randomness for the ids of new incarnations
     errors: list[str] = []  # why the spec cannot be acted on, beyond what the API server refused
     monitor_errors: dict[str, str] = {}  # incarnation -> why its monitor could not be asked
+    # Revision -> why the API server refuses its pods, "" where it takes them. None: nobody asks it beforehand.
+    verdicts: dict[str, str] | None = None
 
 
 def plan(situation: Situation) -> Plan:
@@ -122,15 +136,16 @@ def plan(situation: Situation) -> Plan:
 
     entries = _with_orphans(cr, situation.picture)
     moved = [_step(situation, entry, wanted, draft) for entry in entries]
-    stepped = [entry for entry in moved if entry is not None]
+    stepped = _one_per_group([entry for entry in moved if entry is not None])
+    stepped = _take_over(situation, stepped, draft)
     if not situation.errors:
         stepped = _replace_changed(situation, stepped, wanted, revision, token, draft)
         stepped = _begin(situation, stepped, wanted, revision, token, draft)
     for entry in stepped:
         objects = situation.picture.incarnations.get(entry.incarnation)
-        if entry.state in ("Starting", "Serving") and not entry.created_at:
+        if rollout.alive(entry) and not entry.created_at:
             _create(situation, entry, objects, draft)
-        elif entry.state in ("Starting", "Serving") and objects:
+        elif rollout.alive(entry) and objects:
             _repair(situation, entry, objects, draft)
         elif entry.state == "Stopping" and objects:
             _delete(objects, draft)
@@ -144,6 +159,7 @@ def plan(situation: Situation) -> Plan:
         wanted=wanted,
         revision=revision,
         errors=situation.errors,
+        refused=(situation.verdicts or {}).get(revision, ""),
         now=now,
     )
     steps = [step for step in [draft.repairs, *draft.creates, *draft.deletes] if step]
@@ -152,6 +168,8 @@ def plan(situation: Situation) -> Plan:
         steps=steps,
         events=draft.events,
         look_again_at=min(draft.times) if draft.times else None,
+        checks=draft.checks,
+        logs=draft.logs,
     )
 
 
@@ -201,7 +219,7 @@ def _step(situation: Situation, entry: GroupStatus, wanted: int, draft: _Draft) 
         )
         return _fail(situation, entry, failure, draft)
     if not entry.created_at:
-        return _step_creating(situation, entry, objects)
+        return _step_creating(situation, entry, objects, draft)
     return _step_live(situation, entry, objects or _nothing(entry), draft)
 
 
@@ -219,23 +237,46 @@ def _incarnation(situation: Situation, entry: GroupStatus) -> render.Incarnation
     )
 
 
-def _step_creating(situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None) -> GroupStatus:
+def _step_creating(
+    situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, draft: _Draft
+) -> GroupStatus:
     if entry.revision != naming.revision(situation.cr.spec):
         # The spec that this half-made incarnation was begun with is gone: it cannot be completed.
-        return replace(entry, state="Stopping", waiting_for="")
+        return replace(entry, state="Stopping", waiting_for="", replaces="")
     sets = {ws.name for ws in render.worker_sets(situation.cr.spec, _incarnation(situation, entry).base)}
     if objects and objects.head and objects.config_map and sets <= set(objects.stateful_sets):
         return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
     blocked = situation.picture.blocked.get(entry.incarnation)
+    begun = seconds(objects.rpc_service.metadata.creation_timestamp) if objects and objects.rpc_service else None
+    if blocked and begun is not None:
+        # What exists of it already may hold places that others wait for.
+        limit = begun + situation.cr.spec.startup.schedule_timeout_seconds
+        if situation.now >= limit:
+            return _fail(situation, entry, _no_capacity(situation, entry, blocked), draft)
+        draft.look_again(limit)
     return replace(entry, waiting_for=blocked[:1024] if blocked else _BEING_MADE)
+
+
+def _no_capacity(situation: Situation, entry: GroupStatus, words: str) -> Failure:
+    limit_s = situation.cr.spec.startup.schedule_timeout_seconds
+    return Failure(
+        reason="WaitingForCapacity",
+        time=timestamp(situation.now) or "",
+        charged=False,
+        incarnation=entry.incarnation,
+        message=f"not all objects could be made within {limit_s} s (startup.scheduleTimeoutSeconds): {words}"[:1024],
+    )
 
 
 def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
     spec, now = situation.cr.spec, situation.now
     snapshot = objects.snapshot
-    verdict = judge(spec, entry, objects, now)
+    verdict = judge(spec, entry, objects, situation.picture, now)
     draft.look_again(verdict.look_again_at)
     if verdict.failure:
+        wanted = log_wanted(verdict.failure, objects)
+        if wanted:
+            draft.logs.append(wanted)
         return _fail(situation, entry, verdict.failure, draft)
     pods = objects.pods
     expected = len(objects.first_ranks)
@@ -256,13 +297,18 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
                 Event("Normal", "GroupReady", f"group {entry.index} ({entry.incarnation}): all ranks ready")
             )
             return replace(entry, state="Serving", ready_at=timestamp(now), waiting_for="")
-        waiting = describe(objects, now, situation.monitor_errors.get(entry.incarnation, ""))
+        waiting = describe(
+            objects,
+            now,
+            situation.monitor_errors.get(entry.incarnation, ""),
+            devices_per_rank=0 if spec.devices.assignment == "None" else render.devices_per_rank(spec),
+        )
         draft.look_again(waiting.look_again_at)
         return replace(entry, waiting_for=waiting.text)
     if entry.restarts:
         stable_at = (seconds(entry.ready_at) or now) + spec.failure_policy.stable_seconds
         if now >= stable_at:
-            entry = replace(entry, restarts=0)
+            entry = replace(entry, restarts=0, node_failures={})
         else:
             draft.look_again(stable_at)
     return replace(entry, waiting_for="" if objects.serves else unready(objects))
@@ -272,9 +318,6 @@ def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Dr
     """Write a failure into the ledger; the objects go in the steps that follow that write."""
     policy = situation.cr.spec.failure_policy
     restarts = entry.restarts + (1 if failure.charged else 0)
-    delay = 0.0
-    if failure.charged or failure.reason == "WaitingForCapacity":
-        delay = float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
     given_up = policy.max_restarts is not None and restarts > policy.max_restarts
     where = f" (rank {failure.rank})" if failure.rank is not None else ""
     draft.events.append(
@@ -285,19 +328,45 @@ def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Dr
         state="Stopping",
         restarts=restarts,
         last_failures=[failure, *entry.last_failures][:_KEPT_FAILURES],
-        next_attempt_at=None if given_up else timestamp(situation.now + delay),
+        node_failures=_tally(entry.node_failures, failure),
+        next_attempt_at=None if given_up else timestamp(situation.now + _delay_s(situation, entry, failure, restarts)),
         waiting_for="",
     )
+
+
+def _delay_s(situation: Situation, entry: GroupStatus, failure: Failure, restarts: int) -> float:
+    policy = situation.cr.spec.failure_policy
+    if failure.reason == "WaitingForCapacity":
+        # Two groups that each hold half of what the other needs must not come back in step: the id decides by how much.
+        tries = 1 + sum(f.reason == failure.reason for f in entry.last_failures)
+        jitter = 1 + int.from_bytes(hashlib.sha256(entry.incarnation.encode()).digest()[:2], "big") / 0xFFFF
+        return jitter * float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (tries - 1)))
+    if not failure.charged:
+        return 0.0
+    return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
+
+
+def _tally(before: dict[str, int], failure: Failure) -> dict[str, int]:
+    """Charged failures by the node on which they began; the busiest eight are kept."""
+    if not failure.charged or not failure.node:
+        return before
+    counted = before | {failure.node: before.get(failure.node, 0) + 1}
+    return dict(sorted(counted.items(), key=lambda item: (item[0] != failure.node, -item[1]))[:_KEPT_NODES])
 
 
 def _step_stopping(
     situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, wanted: int, draft: _Draft
 ) -> GroupStatus | None:
-    if objects and not objects.empty and not _only_stuck(objects, situation.now, draft):
+    if objects and not objects.empty and not _only_stuck(objects, situation, draft):
         return entry
     if entry.index >= wanted:
         return None
-    if any(e.index == entry.index and e is not entry and e.state != "Stopping" for e in situation.cr.status.groups):
+    peers = {
+        e.incarnation
+        for e in situation.cr.status.groups
+        if e.index == entry.index and e.incarnation != entry.incarnation and e.state != "Stopping"
+    }
+    if peers and entry.replaces not in peers:
         return None
     return replace(
         entry,
@@ -311,51 +380,178 @@ def _step_stopping(
     )
 
 
-def _only_stuck(objects: IncarnationObjects, now: float, draft: _Draft) -> bool:
-    """Whether no pod is left but some long past their deletion time, which only a returning node can confirm.
+def _one_per_group(entries: list[GroupStatus]) -> list[GroupStatus]:
+    """Leave out entries that wait for an attempt of a group that has another entry already."""
+    kept: list[GroupStatus] = []
+    settled = {e.index for e in entries if rollout.alive(e) and not e.replaces}
+    for entry in entries:
+        if entry.state == "Waiting" and not entry.replaces:
+            if entry.index in settled:
+                continue
+            settled.add(entry.index)
+        kept.append(entry)
+    return kept
+
+
+def _only_stuck(objects: IncarnationObjects, situation: Situation, draft: _Draft) -> bool:
+    """Whether no pod is left but some that end only when their node comes back.
 
     Service and ConfigMap stay for them; once the next incarnation has its own entry they are leftovers without one.
     """
     if not objects.pods or objects.stateful_sets:
         return False
-    limits = [(seconds(pod.metadata.deletion_timestamp) or float("inf")) + _STUCK_POD_S for pod in objects.pods]
-    if now >= max(limits):
+    limits = [
+        0.0
+        if pod.metadata.deletion_timestamp and situation.picture.lost(pod)
+        else (seconds(pod.metadata.deletion_timestamp) or float("inf")) + _STUCK_POD_S
+        for pod in objects.pods
+    ]
+    if situation.now >= max(limits):
         return True
     if max(limits) != float("inf"):
         draft.look_again(max(limits))
     return False
 
 
-def _replace_changed(
-    situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
-) -> list[GroupStatus]:
-    """Take away groups of an old revision or from before a requested restart, within the budget of one group."""
-    serving = [
-        e
-        for e in entries
-        if e.state == "Serving" and (objects := situation.picture.incarnations.get(e.incarnation)) and _ready(objects)
-    ]
-    budget = 1 - (wanted - len(serving))
+def _take_over(situation: Situation, entries: list[GroupStatus], draft: _Draft) -> list[GroupStatus]:
+    """A successor that is ready ends its predecessor; one whose predecessor is gone is simply the group."""
+    serving = {e.incarnation for e in entries if rollout.alive(e)}
+    relieved = set()
     result = []
-    for entry in sorted(entries, key=lambda e: (e in serving, -e.index)):
-        changed = entry.revision != revision or entry.restart_token != token
-        if entry.state in ("Starting", "Serving") and entry.created_at and changed:
-            if entry in serving:
-                budget -= 1
-                if budget < 0:
-                    result.append(entry)
-                    continue
-            draft.events.append(
-                Event("Normal", "GroupReplaced", f"group {entry.index} ({entry.incarnation}): spec changed")
-            )
-            result.append(replace(entry, state="Stopping", restarts=0, next_attempt_at=None, waiting_for=""))
+    for entry in entries:
+        if entry.state == "Stopping" or not entry.replaces:
+            result.append(entry)
+        elif entry.replaces not in serving:
+            result.append(replace(entry, replaces=""))
+        elif rollout.available(entry, situation.picture):
+            relieved.add(entry.replaces)
+            result.append(replace(entry, replaces=""))
         else:
             result.append(entry)
+    for index, entry in enumerate(result):
+        if entry.incarnation in relieved:
+            words = f"group {entry.index} ({entry.incarnation}): its successor is ready"
+            draft.events.append(Event("Normal", "GroupReplaced", words))
+            result[index] = _stopped(entry)
     return result
 
 
-def _ready(objects: IncarnationObjects) -> bool:
-    return objects.serves
+def _stopped(entry: GroupStatus) -> GroupStatus:
+    """An entry that is taken away although nothing is wrong with it."""
+    return replace(
+        entry, state="Stopping", restarts=0, node_failures={}, next_attempt_at=None, waiting_for="", replaces=""
+    )
+
+
+def _replace_changed(
+    situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
+) -> list[GroupStatus]:
+    """Take away groups of an old revision or from before a requested restart, within the limits; or begin successors."""
+    cr, picture = situation.cr, situation.picture
+    successors = rollout.successors(entries)
+    limits = rollout.limits(cr.spec.rollout, wanted)
+    serving = {e.index for e in entries if e.index < wanted and rollout.available(e, picture)}
+    free = limits.unavailable - (wanted - len(serving))
+    opened = disruption.to_open(cr, picture, entries, wanted=wanted)
+    if opened:
+        draft.opened = opened.incarnation
+        if opened.index in serving:
+            free -= 1  # it may go at any moment
+    changed = [e for e in entries if rollout.alive(e) and e.created_at and rollout.outdated(e, revision, token)]
+    stop: dict[str, str] = {}  # incarnation -> why
+    begin: list[GroupStatus] = []  # serving groups that get a successor
+    if changed and not cr.spec.rollout.paused and _accepted(situation, revision, changed, draft):
+        held = rollout.holding_up(entries, picture, revision, token)
+        for entry in sorted(changed, key=lambda e: (rollout.available(e, picture), -e.index)):
+            successor = successors.get(entry.incarnation)
+            if entry.replaces:
+                stop[entry.incarnation] = "spec changed before it was ready"
+            elif not rollout.available(entry, picture):
+                if entry.state == "Starting" or not held:
+                    stop[entry.incarnation] = "spec changed"
+            elif (
+                successor is None
+                and len(successors) + len(begin) < limits.surge
+                and _room(entries, entry.index, wanted, surge=limits.surge, more=len(begin))
+            ):
+                begin.append(entry)
+            elif free > 0 and (not limits.surge or len(serving) > 1 or _no_room(successor)):
+                if successor is None or _no_room(successor):
+                    free -= 1
+                    stop[entry.incarnation] = "spec changed"
+    if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:
+        begin += _successors_for_drains(situation, entries, wanted, limits, begun=begin)
+    result = []
+    for entry in entries:
+        if entry.incarnation in stop:
+            words = f"group {entry.index} ({entry.incarnation}): {stop[entry.incarnation]}"
+            draft.events.append(Event("Normal", "GroupReplaced", words))
+            result.append(_stopped(entry))
+        elif entry.state == "Waiting" and entry.replaces and _pointless(entry, limits, revision, token):
+            continue
+        else:
+            result.append(entry)
+    for entry in begin:
+        words = f"group {entry.index} ({entry.incarnation}): it serves until its successor is ready"
+        draft.events.append(Event("Normal", "SuccessorStarting", words))
+        result.append(_new_entry(situation, entry.index, revision, token, replaces=entry.incarnation))
+    return result
+
+
+def _pointless(entry: GroupStatus, limits: rollout.Limits, revision: str, token: str) -> bool:
+    """Whether a successor that waits for its next attempt is not to be tried again."""
+    return not limits.surge or rollout.outdated(entry, revision, token)
+
+
+def _no_room(successor: GroupStatus | None) -> bool:
+    """Whether a group that should get a successor finds no place for one, so that maxUnavailable has to do."""
+    return bool(
+        successor
+        and successor.state == "Waiting"
+        and successor.last_failures
+        and successor.last_failures[0].reason == "WaitingForCapacity"
+    )
+
+
+def _accepted(situation: Situation, revision: str, changed: list[GroupStatus], draft: _Draft) -> bool:
+    """Whether the API server takes the pods of a new revision: asked before anything is deleted for it."""
+    if situation.verdicts is None or all(e.revision == revision for e in changed):
+        return True
+    verdict = situation.verdicts.get(revision)
+    if verdict is None:
+        inc = render.Incarnation(cr=situation.cr, group=0, id="check", revision=revision, settings=situation.settings)
+        draft.checks = [render.head_pod(inc), *render.stateful_sets(inc)]
+    return verdict == ""
+
+
+def _successors_for_drains(
+    situation: Situation,
+    entries: list[GroupStatus],
+    wanted: int,
+    limits: rollout.Limits,
+    *,
+    begun: list[GroupStatus],
+) -> list[GroupStatus]:
+    """Serving groups on nodes that are being emptied, where none may be unavailable: their successors come first."""
+    nodes = disruption.emptied_nodes(situation.cr, situation.picture)
+    successors = rollout.successors(entries)
+    chosen: list[GroupStatus] = []
+    for entry in sorted(entries, key=lambda e: -e.index):
+        if entry in begun or entry.incarnation in successors or entry.replaces or entry.index >= wanted:
+            continue
+        if not rollout.available(entry, situation.picture) or not disruption.on_nodes(entry, situation.picture, nodes):
+            continue
+        more = len(begun) + len(chosen)
+        if len(successors) + more < limits.surge and _room(entries, entry.index, wanted, surge=limits.surge, more=more):
+            chosen.append(entry)
+    return chosen
+
+
+def _room(entries: list[GroupStatus], index: int, wanted: int, *, surge: int, more: int = 0) -> bool:
+    """Whether one more incarnation of a group may be made beside those whose pods exist or are about to."""
+    holding = [e for e in entries if e.state != "Waiting" and e.index < wanted]
+    mine = sum(e.index == index for e in holding)
+    return mine <= min(surge, 1) and len(holding) + more < wanted + surge
 
 
 def given_up(cr: DataParallelDeployment, entry: GroupStatus, revision: str, token: str) -> bool:
@@ -369,19 +565,18 @@ def _begin(
     situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
 ) -> list[GroupStatus]:
     """Enter new incarnations into the ledger: for groups that have none, and for those whose wait is over."""
-    result = []
-    for entry in entries:
+    surge = rollout.limits(situation.cr.spec.rollout, wanted).surge
+    result = list(entries)
+    for place, entry in enumerate(entries):
         if entry.state != "Waiting":
-            result.append(entry)
             continue
-        changed = entry.revision != revision or entry.restart_token != token
+        changed = rollout.outdated(entry, revision, token)
         due = seconds(entry.next_attempt_at) or 0.0
         if given_up(situation.cr, entry, revision, token):
-            result.append(entry)
-        elif due > situation.now and not changed:
+            continue
+        if due > situation.now and not changed:
             draft.look_again(due)
-            result.append(entry)
-        else:
+        elif _room(result, entry.index, wanted, surge=surge):
             new = _new_entry(
                 situation,
                 entry.index,
@@ -389,8 +584,10 @@ def _begin(
                 token,
                 restarts=0 if changed else entry.restarts,
                 last_failures=entry.last_failures,
+                node_failures={} if changed else entry.node_failures,
+                replaces=entry.replaces,
             )
-            result.append(new if changed else replace(new, engine_version=entry.engine_version))
+            result[place] = new if changed else replace(new, engine_version=entry.engine_version)
     taken = {entry.index for entry in result}
     result += [_new_entry(situation, i, revision, token) for i in range(wanted) if i not in taken]
     return result
@@ -404,6 +601,8 @@ def _new_entry(
     *,
     restarts: int = 0,
     last_failures: list[Failure] | None = None,
+    node_failures: dict[str, int] | None = None,
+    replaces: str = "",
 ) -> GroupStatus:
     incarnation = naming.incarnation_id(situation.token + index.to_bytes(2, "big"))
     return GroupStatus(
@@ -413,7 +612,9 @@ def _new_entry(
         state="Starting",
         restarts=restarts,
         last_failures=last_failures or [],
+        node_failures=node_failures or {},
         restart_token=token,
+        replaces=replaces,
         waiting_for=_BEING_MADE,
     )
 
@@ -427,7 +628,7 @@ def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObject
         return  # its address goes into the launch plan
     if have.config_map is None:
         _add(draft.creates, 0, Create(render.config_map(inc, have.rpc_service.spec.cluster_ip)))
-    if have.budget is None:
+    if have.budget is None and situation.cr.spec.disruption.policy != "Open":
         _add(
             draft.creates,
             0,
@@ -453,8 +654,13 @@ def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObject
     if objects.rpc_service is None and objects.config_map is not None:
         address = objects.config_map.metadata.annotations.get(naming.ANNOTATION_MONITOR_HOST)
         draft.repairs.append(Create(render.rpc_service(inc, cluster_ip=address)))
-    if objects.plan is not None:
-        _ensure(situation, render.disruption_budget(inc, pods=len(objects.first_ranks)), draft)
+    if situation.cr.spec.disruption.policy == "Open":
+        if objects.budget:
+            budget = objects.budget.metadata
+            draft.repairs.append(Delete("PodDisruptionBudget", budget.name, budget.uid))
+    elif objects.plan is not None:
+        opened = entry.incarnation == draft.opened
+        _ensure(situation, render.disruption_budget(inc, pods=len(objects.first_ranks), opened=opened), draft)
 
 
 def _delete(objects: IncarnationObjects, draft: _Draft) -> None:

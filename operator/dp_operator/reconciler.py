@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,8 +21,9 @@ import aiohttp
 import msgspec
 
 from dp_operator import api, naming, rules, versions
-from dp_operator.cache import WATCHED, Cache, Key
+from dp_operator.cache import NODE, WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
+from dp_operator.failure import with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
 from dp_operator.observe import Picture, observe
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
 PROGRESS_INTERVAL_S = 2.5  # the same, for writes that only tell people how far the ranks are
 STRANGER_RECHECK_S = 30.0
+LOG_TIMEOUT_S = 3.0
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
 FIRST_RESYNC_S = 10.0
@@ -43,13 +47,27 @@ SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
 class Reconciler:
     """Cache, queue and monitors of one operator process, and the work on them."""
 
-    def __init__(self, client: Client, settings: Settings, *, namespaces: list[str]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        *,
+        namespaces: list[str],
+        monitors: Callable[[Callable[[Key], None]], Monitors] = Monitors,
+        clock: Callable[[], float] = time.time,
+        chance: random.Random | None = None,
+    ) -> None:
+        """monitors, clock (seconds since the epoch) and chance are the world outside; a simulation has its own."""
         self.cache = Cache()
         self.queue: Queue[Key] = Queue()
         self._client = client
         self._settings = settings
         self._namespaces = namespaces or [""]
-        self._monitors = Monitors(self.queue.add)
+        self._sees_nodes = not namespaces
+        self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
+        self._monitors = monitors(self.queue.add)
+        self._clock = clock
+        self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
@@ -61,6 +79,11 @@ class Reconciler:
     def seen(self, kind: str, event: dict[str, Any]) -> None:
         """Take in one watch event."""
         obj = event["object"]
+        if kind == NODE:
+            deleted = event["type"] == "DELETED"
+            for concerned in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
+                self.queue.add(concerned)
+            return
         key = self.cache.remove(kind, obj) if event["type"] == "DELETED" else self.cache.put(kind, obj)
         if key:
             self.queue.add(key)
@@ -79,6 +102,12 @@ class Reconciler:
                 found += await self._client.list(kind, selector=selector, namespace=namespace)
             for key in self.cache.replace(kind, found, known_before=known):
                 self.queue.add(key)
+        if self._sees_nodes:
+            listed = await self._client.list(NODE)
+            gone = set(self.cache.nodes()) - {obj["metadata"]["name"] for obj in listed}
+            for keys in (*map(self.cache.put_node, listed), *map(self.cache.remove_node, gone)):
+                for key in keys:
+                    self.queue.add(key)
 
     async def keep_true(self) -> None:
         """Resync for ever: soon after the start and after every broken watch, rarely otherwise."""
@@ -93,7 +122,7 @@ class Reconciler:
             self._relisted.clear()
             try:
                 await self.resync()
-                delay = RESYNC_S + secrets.randbelow(60)
+                delay = RESYNC_S + self._chance.random() * 60
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
                 log.warning("resync failed, trying again: %s", error)
                 delay = FIRST_RESYNC_S
@@ -145,27 +174,33 @@ class Reconciler:
             strangers=dict(self._strangers.get(uid, {})),
             refused=self._refused,
             blocked=self._blocked,
+            nodes=self.cache.nodes(),
         )
-        now = time.time()
+        now = self._clock()
         decided = plan(
             Situation(
                 cr=cr,
                 picture=picture,
                 settings=self._settings,
                 now=now,
-                token=secrets.token_bytes(16),
+                token=self._chance.randbytes(16),
                 errors=rules.refusals(
                     name=cr.metadata.name,
                     spec=cr.spec,
                     installed=installed_version(cr.status.groups, naming.revision(cr.spec)) or versions.known(cr.spec),
                 ),
                 monitor_errors=self._monitors.errors,
+                verdicts=self._verdicts.get(uid, {}),
             )
         )
         self._follow(key, cr, picture)
+        if decided.checks:
+            await self._check(uid, naming.revision(cr.spec), decided.checks)
+            self.queue.add(key)
+        decided = await self._with_logs(cr, decided)
         if decided.status != cr.status:
             progress = is_progress(cr.status, decided.status)
-            age_s = time.monotonic() - self._status_written.get(uid, float("-inf"))
+            age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
             delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
             if delay_s > 0:
                 self.queue.add_after(key, delay_s)
@@ -188,6 +223,7 @@ class Reconciler:
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
         self._strangers.pop(uid, None)
+        self._verdicts.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
 
     def _follow(self, key: Key, cr: api.DataParallelDeployment, picture: Picture) -> None:
@@ -198,6 +234,32 @@ class Reconciler:
             if entry.state in ("Starting", "Serving") and head and head.status.pod_ip:
                 wanted[entry.incarnation] = head.status.pod_ip
         self._monitors.follow(key, wanted)
+
+    async def _check(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
+        """Ask the API server whether it takes the pods of a new revision. What is not about the pods is no refusal."""
+        verdict = ""
+        for manifest in manifests:
+            try:
+                await self._client.create(manifest, dry_run=True)
+            except ApiError as error:
+                if error.status in (400, 422):
+                    verdict = f"the API server refuses the {manifest['kind']} of the new spec: {error.message}"[:1024]
+                    break
+                if error.status != 403:  # a quota counts what is there now, and some of that goes first
+                    raise
+        self._verdicts[uid] = {revision: verdict}
+
+    async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
+        """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
+        for wanted in decided.logs:
+            try:
+                async with asyncio.timeout(LOG_TIMEOUT_S):
+                    text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=wanted.previous)
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.info("%s/%s: no log of %s: %s", cr.metadata.namespace, cr.metadata.name, wanted.pod, error)
+                continue
+            decided = msgspec.structs.replace(decided, status=with_log(decided.status, wanted, text))
+        return decided
 
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
         """Write the status. False: the resource has changed or is gone, and the key comes again if it must."""
@@ -212,7 +274,7 @@ class Reconciler:
             self.cache.put(api.KIND, await self._client.get(api.KIND, *key))
             self.queue.add(key)
             return False
-        self._status_written[uid] = time.monotonic()
+        self._status_written[uid] = _monotonic()
         self.cache.put(api.KIND, updated)
         return True
 
@@ -307,6 +369,8 @@ class Reconciler:
         try:
             answer = await self._client.delete(kind, namespace, name, object_uid)
         except ApiError as error:
+            if error.status == 409 and await self._exists(kind, namespace, name, object_uid):
+                raise  # not about the uid: somebody changed it at the same moment
             if error.status not in (404, 409):
                 raise
             # Gone already, or another object has the name by now: either way this one is no more.
@@ -317,6 +381,15 @@ class Reconciler:
         else:
             self.cache.remove(kind, found[1])
         return True
+
+    async def _exists(self, kind: str, namespace: str, name: str, uid: str) -> bool:
+        try:
+            existing = await self._client.get(kind, namespace, name)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return bool(existing["metadata"]["uid"] == uid)
 
     async def _post(self, raw: dict[str, Any], event: Event) -> None:
         """Post an Event; losing one is no reason to stop."""
@@ -345,3 +418,7 @@ class Reconciler:
             await self._client.create(body)
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
+
+
+def _monotonic() -> float:
+    return asyncio.get_running_loop().time()

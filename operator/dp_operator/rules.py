@@ -721,42 +721,6 @@ RULES = (
 )
 
 
-def _not_yet(*, field: str, what: str, instead: str, cel: str, broken: Callable[[Spec], bool]) -> Rule:
-    return Rule(field=field, cel=cel, broken=broken, message=f"{what} is not supported by this release; {instead}")
-
-
-# Fields that the API has and this release does not act on. To support one, delete its entry.
-NOT_YET = (
-    _not_yet(
-        field=".rollout.maxSurge",
-        what="a maxSurge other than 0",
-        instead="leave it out",
-        cel="string(self.rollout.maxSurge) in ['0', '0%']",
-        broken=lambda spec: str(spec.rollout.max_surge) not in {"0", "0%"},
-    ),
-    _not_yet(
-        field=".rollout.maxUnavailable",
-        what="a maxUnavailable other than 1",
-        instead="leave it out",
-        cel="string(self.rollout.maxUnavailable) == '1'",
-        broken=lambda spec: str(spec.rollout.max_unavailable) != "1",
-    ),
-    _not_yet(
-        field=".rollout.paused",
-        what="a paused rollout",
-        instead="leave it out",
-        cel="!self.rollout.paused",
-        broken=lambda spec: spec.rollout.paused,
-    ),
-    _not_yet(
-        field=".disruption.policy",
-        what="a disruption.policy other than Managed",
-        instead="leave it out",
-        cel="self.disruption.policy == 'Managed'",
-        broken=lambda spec: spec.disruption.policy != "Managed",
-    ),
-)
-
 # A name becomes part of pod, Service and label names: a DNS-1035 label, short enough for all of them.
 NAME_CEL = f"self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= {NAME_MAX}"
 NAME_MESSAGE = (
@@ -779,7 +743,7 @@ def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str
 
     `installed` is the version that the launchers found in the image: the truth, whatever spec or tag say.
     """
-    found = [f"spec{rule.field}: {rule.message}" for rule in (*RULES, *NOT_YET) if rule.broken(spec)]
+    found = [f"spec{rule.field}: {rule.message}" for rule in RULES if rule.broken(spec)]
     if not found and installed and installed != spec.engine.version:
         true = replace(spec, engine=replace(spec.engine, version=installed))
         found = [

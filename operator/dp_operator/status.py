@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from dp_operator import naming, versions
+from dp_operator import disruption, naming, rollout, versions
 from dp_operator.api import Condition, DataParallelDeployment, GroupStatus, Ranks, Stages, Status
 from dp_operator.observe import Picture, timestamp
 from dp_operator.waiting import counts
@@ -39,56 +39,66 @@ def build(
     wanted: int,
     revision: str,
     errors: list[str],
+    refused: str = "",
     now: float,
 ) -> Status:
     """Summarise. Every known condition type is set from the first sight on."""
     size = cr.spec.data_parallel.size
+    token = cr.metadata.annotations.get(naming.ANNOTATION_RESTART, "")
     current = [entry for entry in entries if entry.index < wanted]
-    serving = [entry for entry in current if _serves(entry, picture)]
-    updated = [entry for entry in serving if entry.revision == revision]
-    totals = [0, 0, 0, 0]
-    for entry in current:
-        if entry.state not in ("Starting", "Serving"):
-            continue
-        objects = picture.incarnations.get(entry.incarnation)
-        if objects is None:
-            continue
-        got = counts(objects, serving=entry in serving)
-        totals = [a + b for a, b in zip(totals, got, strict=True)]
+    serving = [entry for entry in current if rollout.available(entry, picture)]
+    updated = [entry for entry in serving if not rollout.outdated(entry, revision, token)]
+    totals = _ranks(current, serving, picture)
     expected = wanted * size
     ranks = Ranks(
         expected=expected,
-        arrived=totals[0],
-        connected=totals[1],
-        loaded=totals[2],
-        ready=totals[3],
-        summary=f"{totals[3]}/{expected}",
+        arrived=min(expected, totals[0]),
+        connected=min(expected, totals[1]),
+        loaded=min(expected, totals[2]),
+        ready=min(expected, totals[3]),
+        summary=f"{min(expected, totals[3])}/{expected}",
     )
+    held = rollout.holding_up(current, picture, revision, token)
     conditions = [
         _accepted(errors),
-        _available(wanted, serving),
+        _available(cr, wanted, serving),
         _ready(cr, wanted, serving, updated, current, errors),
-        _progressing(wanted, updated, entries),
+        _progressing(cr, wanted, updated, entries, held, refused),
         _degraded(current),
-        _stalled(cr, current, picture, errors),
+        _stalled(cr, current, picture, errors, refused),
+        _drain_blocked(cr, picture, entries, wanted),
         _version_assumed(cr, current, revision),
     ]
     return Status(
         observed_generation=cr.metadata.generation,
         selector=naming.selector(cr),
-        replicas=len([entry for entry in entries if entry.state != "Waiting"]),
-        ready_replicas=len(serving),
-        updated_replicas=len([e for e in current if e.revision == revision and e.state in ("Starting", "Serving")]),
-        available_replicas=len(serving),
+        replicas=len(_groups([entry for entry in entries if entry.state != "Waiting"])),
+        ready_replicas=len(_groups(serving)),
+        updated_replicas=len(_groups([e for e in current if rollout.alive(e) and e.revision == revision])),
+        available_replicas=len(_groups(serving)),
         ranks=ranks,
         groups=entries,
         conditions=_with_times(conditions, cr, now),
     )
 
 
-def _serves(entry: GroupStatus, picture: Picture) -> bool:
-    objects = picture.incarnations.get(entry.incarnation)
-    return entry.state == "Serving" and objects is not None and objects.serves
+def _groups(entries: list[GroupStatus]) -> set[int]:
+    """Indices: a group and its successor are one group."""
+    return {entry.index for entry in entries}
+
+
+def _ranks(current: list[GroupStatus], serving: list[GroupStatus], picture: Picture) -> list[int]:
+    """Ranks (arrived, connected, loaded, ready) over all groups; of a group and its successor the one that serves."""
+    totals = [0, 0, 0, 0]
+    counted: set[int] = set()
+    for entry in sorted(current, key=lambda e: (e not in serving, bool(e.replaces))):
+        objects = picture.incarnations.get(entry.incarnation)
+        if not rollout.alive(entry) or objects is None or entry.index in counted:
+            continue
+        counted.add(entry.index)
+        got = counts(objects, serving=entry in serving)
+        totals = [a + b for a, b in zip(totals, got, strict=True)]
+    return totals
 
 
 def _condition(kind: str, value: bool | None, reason: str, message: str) -> Condition:  # noqa: FBT001
@@ -104,13 +114,13 @@ def _accepted(errors: list[str]) -> Condition:
     return _condition("Accepted", True, "Valid", "the spec can be acted on")
 
 
-def _available(wanted: int, serving: list[GroupStatus]) -> Condition:
+def _available(cr: DataParallelDeployment, wanted: int, serving: list[GroupStatus]) -> Condition:
     if not wanted:
         return _condition("Available", True, "NoGroupsWanted", "no group is wanted (replicas 0 or suspended)")
-    least = max(1, wanted - 1)
-    enough = len(serving) >= least
-    reason = "EnoughGroupsServe" if enough else "TooFewGroupsServe"
-    return _condition("Available", enough, reason, f"{len(serving)} of {wanted} groups serve, at least {least} needed")
+    least = max(1, wanted - rollout.limits(cr.spec.rollout, wanted).unavailable)
+    count = len(_groups(serving))
+    reason = "EnoughGroupsServe" if count >= least else "TooFewGroupsServe"
+    return _condition("Available", count >= least, reason, f"{count} of {wanted} groups serve, at least {least} needed")
 
 
 def _ready(
@@ -125,19 +135,23 @@ def _ready(
         return _condition("Ready", False, "Invalid", "; ".join(errors))
     if cr.spec.suspend:
         return _condition("Ready", False, "Suspended", "suspend is true: no group runs")
-    if len(updated) == wanted:
+    if len(_groups(updated)) == wanted:
         groups = "the group serves" if wanted == 1 else f"all {wanted} groups serve"
         return _condition("Ready", True, "AllGroupsServe", f"{groups} the newest revision")
     words = [_group_words(entry) for entry in current if entry not in serving]
-    old = [str(entry.index) for entry in serving if entry not in updated]
+    coming = _groups([entry for entry in current if entry.replaces])
+    old = [str(entry.index) for entry in serving if entry not in updated and entry.index not in coming]
     if old:
-        words.append(f"group {', '.join(old)}: serves an older revision, its replacement is due")
+        due = "rollout.paused is true" if cr.spec.rollout.paused else "its replacement is due"
+        words.append(f"group {', '.join(old)}: serves an older revision, {due}")
     reason = "GroupsWaiting" if any(entry.state == "Waiting" for entry in current) else "GroupsStarting"
     return _condition("Ready", False, reason, "; ".join(words) or "groups are about to be made")
 
 
 def _group_words(entry: GroupStatus) -> str:
     words = f"group {entry.index}: "
+    if entry.replaces and entry.state != "Stopping":
+        words += f"{entry.replaces} serves until its successor is ready; successor "
     if entry.state == "Stopping":
         words += f"incarnation {entry.incarnation} is being taken away"
     elif entry.state == "Waiting" and entry.next_attempt_at:
@@ -153,27 +167,58 @@ def _group_words(entry: GroupStatus) -> str:
     return words
 
 
-def _progressing(wanted: int, updated: list[GroupStatus], entries: list[GroupStatus]) -> Condition:
+def _progressing(
+    cr: DataParallelDeployment,
+    wanted: int,
+    updated: list[GroupStatus],
+    entries: list[GroupStatus],
+    held: list[GroupStatus],
+    refused: str,
+) -> Condition:
+    if refused:
+        return _condition("Progressing", False, "RevisionRefused", f"nothing was deleted: {refused}")
+    if held:
+        words = [f"group {e.index} failed {e.restarts} times in the new revision" for e in held]
+        if held[0].last_failures:
+            words.append(f"last: {held[0].last_failures[0].reason}: {held[0].last_failures[0].message}")
+        words.append("the other groups keep the old revision; correct the spec or roll it back")
+        return _condition("Progressing", False, "RolloutStalled", "; ".join(words))
+    missing = wanted - len(_groups(updated))
+    if cr.spec.rollout.paused and missing:
+        words_paused = f"rollout.paused is true: {missing} of {wanted} groups do not serve the newest revision"
+        return _condition("Progressing", False, "RolloutPaused", words_paused)
     busy = [entry for entry in entries if entry.state in ("Starting", "Stopping")]
     if busy:
         names = ", ".join(f"group {entry.index} {entry.state.lower()}" for entry in busy)
         return _condition("Progressing", True, "GroupsChanging", names)
-    if len(updated) < wanted:
-        return _condition("Progressing", True, "GroupsWaiting", f"{wanted - len(updated)} groups wait for an attempt")
+    if missing > 0:
+        return _condition("Progressing", True, "GroupsWaiting", f"{missing} groups wait for an attempt")
     return _condition("Progressing", False, "RolloutComplete", "nothing is changing")
 
 
 def _degraded(current: list[GroupStatus]) -> Condition:
     bad = [entry for entry in current if entry.restarts >= _DEGRADED_FROM]
     if bad:
-        words = [f"group {e.index} failed {e.restarts} times in a row" for e in bad]
-        return _condition("Degraded", True, "RepeatedFailures", "; ".join(words))
+        return _condition("Degraded", True, "RepeatedFailures", "; ".join(_repeated(entry) for entry in bad))
     return _condition("Degraded", False, "AsExpected", "no group fails repeatedly")
 
 
-def _stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture, errors: list[str]) -> Condition:
+def _repeated(entry: GroupStatus) -> str:
+    words = f"group {entry.index} failed {entry.restarts} times in a row"
+    if entry.node_failures:
+        node, count = max(entry.node_failures.items(), key=lambda item: item[1])
+        if count > 1:
+            words += f"; {node} failed first in {count} of {entry.restarts} attempts"
+    return words
+
+
+def _stalled(
+    cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture, errors: list[str], refused: str
+) -> Condition:
     if errors:
         return _condition("Stalled", True, "Invalid", "; ".join(errors))
+    if refused:
+        return _condition("Stalled", True, "RevisionRefused", refused)
     if picture.strangers:
         words = [f"{kind} {name}: {why}" for (kind, name), why in picture.strangers.items()]
         return _condition("Stalled", True, "NameTaken", "; ".join(words))
@@ -185,6 +230,13 @@ def _stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Pi
             words.append(f"change the spec, or set annotation {naming.ANNOTATION_RESTART} to a new value")
             return _condition("Stalled", True, "TooManyRestarts", "; ".join(words))
     return _condition("Stalled", False, "AsExpected", "no person is needed")
+
+
+def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int) -> Condition:
+    found = disruption.blocked(cr, picture, entries, wanted=wanted)
+    if found:
+        return _condition("DrainBlocked", True, *found)
+    return _condition("DrainBlocked", False, "AsExpected", "no node that is being emptied waits for a group")
 
 
 def installed_version(entries: list[GroupStatus], revision: str) -> str | None:

@@ -61,8 +61,8 @@ def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int
     return arrived, connected, loaded, ready
 
 
-def describe(objects: IncarnationObjects, now: float, monitor_error: str) -> Waiting:
-    """Say what one starting incarnation waits for."""
+def describe(objects: IncarnationObjects, now: float, monitor_error: str, *, devices_per_rank: int = 0) -> Waiting:
+    """Say what one starting incarnation waits for, and what it holds meanwhile."""
     snapshot, plan = objects.snapshot, objects.plan
     stages = reached(snapshot)
     if plan is None:
@@ -71,7 +71,9 @@ def describe(objects: IncarnationObjects, now: float, monitor_error: str) -> Wai
     pods = {pod.name: pod for pod in objects.pods}
     if snapshot is None or snapshot.released_at is None:
         text, again_at = _before_release(plan, pods, objects, now, monitor_error)
-        return Waiting(text, stages, again_at)
+        held, held_until = _held(plan, objects, now, devices_per_rank)
+        times = [at for at in (again_at, held_until) if at is not None]
+        return Waiting((text[: 1024 - len(held)] + held), stages, min(times) if times else None)
     elapsed, again = _elapsed(now - snapshot.released_at)
     look_again_at = snapshot.released_at + again
     _, connected, loaded, ready = counts(objects, serving=False)
@@ -148,6 +150,31 @@ def _warnings(snapshot: Snapshot | None) -> str:
         versions = ", ".join(f"{version} in {pods}" for version, pods in sorted(snapshot.engine_versions.items()))
         found.insert(0, f"pods have different vLLM versions: {versions}")
     return f" (preflight: {'; '.join(found)})"[:400] if found else ""
+
+
+def _held(plan: LaunchPlan, objects: IncarnationObjects, now: float, devices_per_rank: int) -> tuple[str, float | None]:
+    """What the pods that have a node keep from others, since when, and what is still missing."""
+    unit, units = ("device", devices_per_rank) if devices_per_rank else ("rank's place", 1)
+
+    def amount(names: list[str]) -> int:
+        return units * sum(plan.head_ranks if name == plan.head_pod else plan.size_local for name in names)
+
+    placed = [pod for pod in objects.pods if pod.spec.node_name]
+    missing = amount(list(objects.first_ranks)) - amount([pod.name for pod in placed])
+    held = amount([pod.name for pod in placed])
+    times = [
+        at
+        for pod in placed
+        if (scheduled := pod.condition("PodScheduled")) and (at := seconds(scheduled.last_transition_time)) is not None
+    ]
+    if not held or not times:
+        return "", None
+    passed, again = _elapsed(now - min(times))
+    plural = "s" if held > 1 else ""
+    what = f"device{plural}" if devices_per_rank else f"{unit}" if held == 1 else "ranks' places"
+    more = f" for {missing} more" if missing > 0 else ""
+    look_again_at = min(times) + again
+    return f"; holding {held} {what} {passed}{more}", look_again_at
 
 
 def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:

@@ -231,7 +231,7 @@ def test_every_field_says_what_it_is_for_and_none_that_is_gone(schema):
 
 def test_every_rule_blames_a_field_that_exists_and_says_what_to_write(schema):
     paths = {path for path, _ in walk(schema["properties"]["spec"])}
-    for rule in (*rules.RULES, *rules.NOT_YET):
+    for rule in rules.RULES:
         assert rule.field in paths, rule.message
         assert re.search(r"\b(write|leave)\b", rule.message), rule.message
         assert len(rule.message) <= 2048

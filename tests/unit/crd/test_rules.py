@@ -43,5 +43,5 @@ def test_the_operator_accepts_what_the_api_server_accepts(case):
 
 def test_every_rule_has_an_object_that_breaks_it():
     broken = {refusal for case in REFUSED for refusal in refusals(case)}
-    untried = [rule for rule in (*rules.RULES, *rules.NOT_YET) if f"spec{rule.field}: {rule.message}" not in broken]
+    untried = [rule for rule in rules.RULES if f"spec{rule.field}: {rule.message}" not in broken]
     assert untried == []

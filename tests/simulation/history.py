@@ -1,0 +1,663 @@
+"""One history: a cluster, an operator, a user, and faults from a seed. And what must hold in every one of them.
+
+`History.of(seed)` is a list of faults with times; `run` plays it and returns what went wrong. A history that fails is
+shrunk by leaving out one fault after the other (`shrunk`), and replays exactly: everything random comes from seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dp_operator import api, naming, reconciler
+from dp_operator.api import API_VERSION, KIND
+from dp_operator.client import ApiError
+from tests.simulation.cluster import (
+    BROKEN,
+    HANGING,
+    INVALID,
+    NAMESPACE,
+    UNPULLABLE,
+    Broken,
+    Cluster,
+    Object,
+    is_ready,
+    is_running,
+)
+from tests.simulation.process import Complaints, Process, Weather
+from tests.simulation.virtual import Deadlock, Frantic, Loop
+
+GOOD = "vllm/vllm-openai:v0.32.0"
+PATIENCE_S = 4000.0  # from the last fault to rest, at most
+QUIET_S = 900.0  # how long nothing may be written at rest: longer than two resyncs
+
+
+class Fault(NamedTuple):
+    at: float  # seconds after the start
+    kind: str
+    pick: int  # decides what is hit and how long
+
+
+@dataclass(frozen=True)
+class History:
+    seed: int
+    replicas: int
+    size: int
+    surge: int | str
+    unavailable: int | str
+    policy: str
+    faults: tuple[Fault, ...]
+
+    @staticmethod
+    def of(seed: int) -> History:
+        chance = random.Random(seed)
+        replicas = chance.choice((1, 1, 2, 2, 3))
+        surge, unavailable = chance.choice(((0, 1), (0, 1), (1, 0), (1, 1), (0, 2), ("50%", 0), (0, "34%")))
+        count = chance.choice((1, 1, 2, 2, 3, 4, 5))
+        kinds = list(FAULTS)
+        faults = sorted(
+            Fault(
+                at=round(chance.choice((20.0, 60.0, 120.0)) * chance.random(), 2),
+                kind=chance.choice(kinds),
+                pick=chance.randrange(1 << 30),
+            )
+            for _ in range(count)
+        )
+        return History(
+            seed=seed,
+            replicas=replicas,
+            size=chance.choice((1, 2, 2, 3)),
+            surge=surge,
+            unavailable=unavailable,
+            policy=chance.choice(("Managed", "Managed", "Managed", "Open")),
+            faults=tuple(faults),
+        )
+
+
+class Outcome(NamedTuple):
+    history: History
+    wrong: str  # empty when all is well
+    trace: list[str]
+    reconciles: int = 0
+
+
+class World:
+    """A history being played."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.chance = random.Random(history.seed ^ 0x5EED)
+        loads = history.size * (history.replicas + 2)
+        self.cluster = Cluster(self.chance, {f"n{n}": -(-loads // 3) + 1 for n in range(4)})
+        self.weather = Weather()
+        self.process = Process(self.cluster, self.weather, Watchdog(self), random.Random(history.seed ^ 0xFACE))
+        self.spec: dict[str, Any] = {
+            "model": {"name": "m", "architecture": "Dense"},
+            "engine": {"image": GOOD},
+            "dataParallel": {"size": history.size},
+            "devices": {"assignment": "None"},
+            "replicas": history.replicas,
+            "rollout": {"maxSurge": history.surge, "maxUnavailable": history.unavailable},
+            "disruption": {"policy": history.policy},
+            "startup": {"timeoutSeconds": 120, "scheduleTimeoutSeconds": 60},
+            "failurePolicy": {
+                "backoffSeconds": 5,
+                "maxBackoffSeconds": 40,
+                "stableSeconds": 60,
+                "unhealthySeconds": 20,
+            },
+        }
+        self.annotations: dict[str, str] = {}
+        self.last_fault_ends = 0.0
+        self.touched: set[str] = set()  # incarnations that a fault has hit
+        self.generation = 0
+
+    # --- the user ------------------------------------------------------------------------------------------------------
+    def cr(self) -> Object | None:
+        return self.cluster.objects.get((KIND, "web"))
+
+    def make(self) -> None:
+        self.generation += 1
+        self.cluster._store(
+            KIND,
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "metadata": {
+                    "name": "web",
+                    "namespace": NAMESPACE,
+                    "generation": self.generation,
+                    "annotations": dict(self.annotations),
+                    "labels": {},
+                },
+                "spec": self.spec,
+                "status": {},
+            },
+            "ADDED",
+        )
+
+    def edit(self, **changes: Any) -> None:
+        """The user applies another spec; a plain nested dict is merged one level deep."""
+        for name, value in changes.items():
+            old = self.spec.get(name)
+            self.spec = self.spec | {name: {**old, **value} if isinstance(old, dict) else value}
+        obj = self.cr()
+        if obj is None:
+            return
+        self.generation += 1
+        self.cluster.note(f"user edits {changes}")
+        meta = obj["metadata"] | {"generation": self.generation, "annotations": dict(self.annotations)}
+        self.cluster._change(obj, spec=self.spec, metadata=meta)
+
+    # --- what faults hit -----------------------------------------------------------------------------------------------
+    def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        """Undo a fault; only then is it over."""
+        self.last_fault_ends = max(self.last_fault_ends, self.cluster.now + delay)
+        self.cluster.loop.call_later(delay, action, *args)
+
+    def pods(self) -> list[Object]:
+        return [p for p in self.cluster.all("Pod") if not p["metadata"].get("deletionTimestamp")]
+
+    def touch(self, obj: Object) -> None:
+        self.touched.add(obj["metadata"]["labels"].get(naming.LABEL_INCARNATION, ""))
+
+    def touch_node(self, name: str) -> None:
+        for pod in self.cluster.all("Pod"):
+            if pod["spec"].get("nodeName") == name:
+                self.touch(pod)
+
+    # --- rest ----------------------------------------------------------------------------------------------------------
+    def unrest(self) -> str:
+        """Why the history has not come to its end; empty at rest."""
+        obj = self.cr()
+        if obj is None:
+            left = [place for place in self.cluster.objects if place[0] != "Node"]
+            return f"left behind: {left}" if left else ""
+        status = api.decode(obj).status
+        spec = self.spec
+        wanted = 0 if spec.get("suspend") else spec["replicas"]
+        tag = spec["engine"]["image"].rpartition(":")[2]
+        conditions = {c.type: c for c in status.conditions}
+        if not conditions:
+            return "no status"
+        if status.observed_generation != self.generation:
+            return f"generation {self.generation} was not observed"
+        if any(g.state == "Stopping" for g in status.groups):
+            return "groups are being taken away"
+        if tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID)) and wanted:
+            # It never comes to rest, but the failure must have a name.
+            named = any(g.last_failures for g in status.groups) or conditions["Stalled"].status == "True"
+            return "" if named else "a broken revision without a named failure"
+        if spec["rollout"].get("paused") and conditions["Available"].status == "True":
+            return ""
+        ready = conditions["Ready"]
+        if ready.status != "True" and not (spec.get("suspend") and ready.reason == "Suspended"):
+            return f"not Ready: {ready.reason}: {ready.message}"
+        heads = [p for p in self.cluster.all("Pod") if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD]
+        if len(heads) != wanted or not all(is_ready(head) for head in heads):
+            return f"{len(heads)} heads for {wanted} groups"
+        known = {g.incarnation for g in status.groups}
+        for (kind, name), other in self.cluster.objects.items():
+            label = (other["metadata"].get("labels") or {}).get(naming.LABEL_INCARNATION)
+            if label and label not in known:
+                return f"{kind} {name} belongs to nobody"
+            if label and other["metadata"]["labels"][naming.LABEL_UID] != obj["metadata"]["uid"]:
+                return f"{kind} {name} is of an earlier resource"
+        if len(status.groups) != wanted:
+            return f"{len(status.groups)} ledger entries for {wanted} groups"
+        return ""
+
+
+class Watchdog:
+    """Looks at every write of the operator before it happens."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def _ledger(self, uid: str) -> dict[str, dict[str, Any]]:
+        obj = self._world.cr()
+        if obj is None or obj["metadata"]["uid"] != uid:
+            return {}
+        return {group["incarnation"]: group for group in obj["status"].get("groups", [])}
+
+    def _seen_spec(self, process: Process) -> api.Spec:
+        """The spec as the operator knows it."""
+        raw = process.reconciler.cache.custom_resource((NAMESPACE, "web"))
+        return api.decode(raw).spec
+
+    def before_create(self, process: Process, manifest: Object) -> None:
+        labels = manifest["metadata"]["labels"]
+        incarnation = labels.get(naming.LABEL_INCARNATION)
+        owner = manifest["metadata"]["ownerReferences"][0]["uid"]
+        obj = self._world.cr()
+        if obj is None or obj["metadata"]["uid"] != owner or incarnation is None:
+            return  # garbage collection takes it away at once
+        if incarnation not in self._ledger(owner):
+            raise Broken(f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger")
+        if manifest["kind"] == "Pod":
+            self._room(process, manifest)
+
+    def _room(self, process: Process, head: Object) -> None:
+        """Never more incarnations with pods than replicas and surge allow; those on a lost node aside."""
+        labels = head["metadata"]["labels"]
+        spec = self._seen_spec(process)
+        surge = share(spec.rollout.max_surge, spec.replicas, up=True)
+        alive: dict[str, int] = {}
+        for pod in self._world.cluster.all("Pod"):
+            its = pod["metadata"]["labels"]
+            if its[naming.LABEL_UID] != labels[naming.LABEL_UID] or self._world.cluster._node_lost(pod):
+                continue
+            alive[its[naming.LABEL_INCARNATION]] = int(its[naming.LABEL_GROUP])
+        alive[labels[naming.LABEL_INCARNATION]] = int(labels[naming.LABEL_GROUP])
+        mine = sum(group == int(labels[naming.LABEL_GROUP]) for group in alive.values())
+        if mine > (2 if surge else 1):
+            raise Broken(f"{mine} incarnations of group {labels[naming.LABEL_GROUP]} at once, maxSurge is {surge}")
+        wanted = [i for i in alive.values() if i < spec.replicas]
+        if len(wanted) > spec.replicas + surge:
+            raise Broken(f"{len(wanted)} incarnations for {spec.replicas} groups and maxSurge {surge}")
+
+    def before_delete(self, process: Process, obj: Object) -> None:
+        labels = obj["metadata"]["labels"]
+        incarnation = labels.get(naming.LABEL_INCARNATION)
+        if incarnation is None:
+            return
+        entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
+        if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
+            raise Broken(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
+        if obj["kind"] == "Pod" and is_ready(obj) and incarnation not in self._world.touched:
+            self._budget(process, obj)
+
+    def _budget(self, process: Process, head: Object) -> None:
+        """A healthy serving group may go only if enough others serve, as far as the operator can know."""
+        labels = head["metadata"]["labels"]
+        uid = labels[naming.LABEL_UID]
+        spec = self._seen_spec(process)
+        entry = self._ledger(uid).get(labels[naming.LABEL_INCARNATION]) or {}
+        if spec.suspend or int(labels[naming.LABEL_GROUP]) >= spec.replicas:
+            return
+        if (
+            entry.get("lastFailures")
+            and entry["lastFailures"][0].get("incarnation") == labels[naming.LABEL_INCARNATION]
+        ):
+            return  # it failed by itself: engine ends are faults too
+        others = {
+            other["metadata"]["labels"][naming.LABEL_GROUP]
+            for kind, other in process.reconciler.cache.owned(uid)
+            if kind == "Pod"
+            and other["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD
+            and other["metadata"]["uid"] != head["metadata"]["uid"]
+            and int(other["metadata"]["labels"][naming.LABEL_GROUP]) < spec.replicas
+            and is_ready(other)
+        }
+        unavailable = share(spec.rollout.max_unavailable, spec.replicas, up=False)
+        surge = share(spec.rollout.max_surge, spec.replicas, up=True)
+        if not unavailable and not surge:
+            unavailable = 1
+        if len(others) < spec.replicas - unavailable:
+            raise Broken(
+                f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "
+                f"maxUnavailable is {unavailable}"
+            )
+
+
+def share(value: int | str, whole: int, *, up: bool) -> int:
+    """A number of groups from an int or a percentage."""
+    if isinstance(value, int):
+        return value
+    part = int(value[:-1]) * whole
+    return -(-part // 100) if up else part // 100
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+
+def _kill(world: World, chance: random.Random) -> None:
+    if chance.random() < 0.6:
+        world.weather.kill_at_write = chance.randrange(1, 25)
+    else:
+        world.process.die(restart_after_s=chance.choice((0.5, 5.0, 60.0)))
+
+
+def _api_down(world: World, chance: random.Random) -> None:
+    world.weather.down_until = world.cluster.now + chance.choice((1, 10, 60))
+
+
+def _api_errors(world: World, chance: random.Random) -> None:
+    world.weather.errors = [chance.choice((500, 429, 409, 503, 504)) for _ in range(chance.randrange(1, 12))]
+
+
+def _lost_answers(world: World, chance: random.Random) -> None:
+    world.weather.lost_answers = chance.randrange(1, 6)
+
+
+def _watch_broken(world: World, chance: random.Random) -> None:
+    kind = chance.choice((KIND, "Pod", "StatefulSet", "Service", "ConfigMap"))
+    world.process.break_watch(kind, until=world.cluster.now + chance.choice((1, 10, 40)))
+
+
+def _watch_silent(world: World, chance: random.Random) -> None:
+    kind = chance.choice((KIND, "Pod", "StatefulSet", "Service", "ConfigMap"))
+    world.weather.deaf[kind] = world.cluster.now + chance.choice((5, 30, 70))
+
+
+def _quota(world: World, chance: random.Random) -> None:
+    world.cluster.quota_pods = chance.randrange(world.history.size * world.history.replicas + 1)
+    world.later(chance.choice((5, 40, 150)), setattr, world.cluster, "quota_pods", None)
+
+
+def _engine_ends(world: World, chance: random.Random) -> None:
+    pods = [p for p in world.pods() if is_running(p)]
+    if pods:
+        pod = chance.choice(pods)
+        world.touch(pod)
+        code, reason = chance.choice(
+            ((1, "Error"), (0, "Completed"), (137, "OOMKilled"), (139, "Error"), (143, "Error"))
+        )
+        world.cluster._engine_ends(pod["metadata"]["uid"], code, reason)
+
+
+def _pod_deleted(world: World, chance: random.Random) -> None:
+    pods = world.pods()
+    if pods:
+        pod = chance.choice(pods)
+        world.touch(pod)
+        world.cluster.note(f"somebody deletes pod {pod['metadata']['name']}")
+        world.cluster.delete("Pod", pod["metadata"]["name"], pod["metadata"]["uid"])
+
+
+def _child_deleted(world: World, chance: random.Random) -> None:
+    kinds = ("StatefulSet", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+    children = [o for kind in kinds for o in world.cluster.all(kind)]
+    if children:
+        child = chance.choice(children)
+        world.touch(child)
+        world.cluster.note(f"somebody deletes {child['kind']} {child['metadata']['name']}")
+        world.cluster.delete(child["kind"], child["metadata"]["name"], child["metadata"]["uid"])
+
+
+def _child_edited(world: World, chance: random.Random) -> None:
+    children = [o for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy") for o in world.cluster.all(kind)]
+    if children:
+        child = chance.choice(children)
+        edited = child["spec"] | ({"minAvailable": 0} if "minAvailable" in child["spec"] else {"selector": {"a": "b"}})
+        if child["metadata"]["name"].endswith("-rpc"):
+            return
+        world.cluster._change(child, spec=edited)
+
+
+def _hang(world: World, chance: random.Random) -> None:
+    world.cluster.slow_next_group = True
+    if chance.random() < 0.5:
+        _engine_ends(world, chance)
+
+
+def _node_lost(world: World, chance: random.Random) -> None:
+    node = chance.choice([n for n in world.cluster.nodes.values() if not n.lost] or [None])
+    if node is None or sum(n.lost for n in world.cluster.nodes.values()) >= 1:
+        return
+    world.cluster.note(f"node {node.name} is lost")
+    world.touch_node(node.name)
+    world.cluster.lose(node)
+
+    def heal() -> None:
+        world.cluster.note(f"node {node.name} is back")
+        world.touch_node(node.name)
+        world.cluster.heal(node)
+
+    world.later(chance.choice((1, 10, 60, 300)), heal)
+
+
+def _cordon(world: World, chance: random.Random) -> None:
+    node = chance.choice(list(world.cluster.nodes.values()))
+    world.cluster.note(f"node {node.name} is cordoned")
+    world.cluster.cordon(node, unschedulable=True)
+    world.later(chance.choice((5, 100)), lambda: world.cluster.cordon(node, unschedulable=False))
+
+
+def _drain(world: World, chance: random.Random) -> None:
+    """`kubectl drain`: cordon, then evict every pod every 5 s until all are gone."""
+    node = chance.choice(list(world.cluster.nodes.values()))
+    world.cluster.note(f"node {node.name} is drained")
+    world.cluster.cordon(node, unschedulable=True)
+    world.later(600, lambda: None)
+
+    def turn() -> None:
+        pods = [p for p in world.cluster.all("Pod") if p["spec"].get("nodeName") == node.name]
+        if not pods and not node.lost:
+            world.cluster.note(f"node {node.name} is empty")
+            world.cluster.cordon(node, unschedulable=False)
+            return
+        for pod in pods:
+            try:
+                world.cluster.evict(pod["metadata"]["name"])
+                world.touch(pod)
+            except ApiError:
+                pass
+        world.cluster.loop.call_later(5, turn)
+
+    turn()
+
+
+def _new_image(world: World, chance: random.Random) -> None:
+    world.edit(engine={"image": f"vllm/vllm-openai:v0.32.{chance.randrange(1, 9)}"})
+
+
+def _bad_image(world: World, chance: random.Random) -> None:
+    """A rollout of something broken, corrected or rolled back some time later; sometimes never."""
+    tag = f"{chance.choice((BROKEN, HANGING, UNPULLABLE, INVALID))}{chance.randrange(9)}"
+    world.edit(engine={"image": f"vllm/vllm-openai:{tag}"})
+    fixed = chance.choice((GOOD, "vllm/vllm-openai:v0.32.9"))
+    if chance.random() < 0.85:
+        world.later(chance.choice((3, 20, 100, 200)), lambda: world.edit(engine={"image": fixed}))
+
+
+def _resize(world: World, chance: random.Random) -> None:
+    world.edit(dataParallel={"size": chance.randrange(1, world.history.size + 2)})
+
+
+def _scale(world: World, chance: random.Random) -> None:
+    world.edit(replicas=chance.randrange(world.history.replicas + 1))
+
+
+def _suspend(world: World, chance: random.Random) -> None:
+    world.edit(suspend=True)
+    world.later(chance.choice((2, 15, 60)), lambda: world.edit(suspend=False))
+
+
+def _pause(world: World, chance: random.Random) -> None:
+    world.edit(rollout={"paused": True})
+    world.later(chance.choice((10, 60)), lambda: world.edit(rollout={"paused": False}))
+
+
+def _restart(world: World, chance: random.Random) -> None:
+    world.annotations[naming.ANNOTATION_RESTART] = str(chance.random())
+    world.edit()
+
+
+def _recreate(world: World, chance: random.Random) -> None:
+    obj = world.cr()
+    if obj is None:
+        return
+    world.cluster.note("the resource is deleted")
+    world.cluster._drop(obj)
+    if chance.random() < 0.8:
+        world.later(chance.choice((0.1, 2, 20)), lambda: world.cr() or world.make())
+
+
+def _deaf_monitor(world: World, chance: random.Random) -> None:
+    relays = list(world.cluster.relays.values())
+    if relays:
+        relay = chance.choice(relays)
+        relay.silent = True
+        world.cluster._relay_changed(relay)
+
+        def speak() -> None:
+            relay.silent = False
+            world.cluster._relay_changed(relay)
+
+        world.later(chance.choice((5, 60)), speak)
+
+
+def _unready_head(world: World, chance: random.Random) -> None:
+    heads = [p for p in world.pods() if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD and is_ready(p)]
+    if heads:
+        head = chance.choice(heads)
+        world.touch(head)
+        uid = head["metadata"]["uid"]
+        world.cluster.note(f"head {head['metadata']['name']} is unready")
+        world.cluster._set_ready(head, ready=False)
+
+        def again() -> None:
+            pod = world.cluster.found(uid)
+            if pod and is_running(pod):
+                world.cluster._set_ready(pod, ready=True)
+
+        world.later(chance.choice((3, 60)), again)
+
+
+FAULTS: dict[str, Callable[[World, random.Random], None]] = {
+    "kill operator": _kill,
+    "kill operator again": _kill,
+    "api down": _api_down,
+    "api errors": _api_errors,
+    "lost answers": _lost_answers,
+    "watch broken": _watch_broken,
+    "watch silent": _watch_silent,
+    "quota": _quota,
+    "engine ends": _engine_ends,
+    "pod deleted": _pod_deleted,
+    "child deleted": _child_deleted,
+    "child edited": _child_edited,
+    "hang": _hang,
+    "node lost": _node_lost,
+    "cordon": _cordon,
+    "drain": _drain,
+    "new image": _new_image,
+    "another new image": _new_image,
+    "bad image": _bad_image,
+    "resize": _resize,
+    "scale": _scale,
+    "suspend": _suspend,
+    "pause": _pause,
+    "restart": _restart,
+    "recreate": _recreate,
+    "deaf monitor": _deaf_monitor,
+    "unready head": _unready_head,
+}
+
+
+# --- playing -----------------------------------------------------------------------------------------------------------
+
+
+async def _play(history: History) -> tuple[str, list[str], int]:
+    world = World(history)
+    broken: list[str] = []
+    complaints = Complaints()
+    reconciler.log.addHandler(complaints)
+    reconciler.log.propagate = False
+    reconciler.log.setLevel(logging.ERROR)
+
+    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        broken.append(f"{context.get('exception')!r}")
+
+    world.cluster.loop.set_exception_handler(on_error)
+    start = world.cluster.now
+    try:
+        world.make()
+        world.process.start()
+        for fault in history.faults:
+            await asyncio.sleep(max(0.0, start + fault.at - world.cluster.now))
+            world.cluster.note(f"FAULT {fault.kind}")
+            FAULTS[fault.kind](world, random.Random(fault.pick))
+        wrong = await _rest(world, broken, complaints)
+    finally:
+        reconciler.log.removeHandler(complaints)
+        world.process.stop()
+    return wrong, world.cluster.trace, world.process.status_writes
+
+
+async def _rest(world: World, broken: list[str], complaints: Complaints) -> str:
+    calm_since: float | None = None
+    while True:
+        await asyncio.sleep(2)
+        now = world.cluster.now
+        if broken or complaints.found:
+            return (broken + complaints.found)[0]
+        if now < max(world.last_fault_ends, world.weather.down_until):
+            continue
+        calm_since = calm_since or now
+        unrest = world.unrest()
+        if not unrest:
+            break
+        if now > calm_since + PATIENCE_S:
+            return f"no rest after {PATIENCE_S:.0f} s: {unrest}"
+    obj = world.cr()
+    tag = world.spec["engine"]["image"].rpartition(":")[2]
+    if obj and tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID)):
+        return ""  # it goes on trying
+    await asyncio.sleep(400)  # past stableSeconds and one resync
+    writes = world.process.writes
+    world.cluster.note("quiet from here on")
+    await asyncio.sleep(QUIET_S)
+    if broken or complaints.found:
+        return (broken + complaints.found)[0]
+    if world.process.writes != writes:
+        return f"{world.process.writes - writes} writes at rest: {world.cluster.trace[-3:]}"
+    unrest = world.unrest()
+    return f"rest did not last: {unrest}" if unrest else ""
+
+
+def run(history: History) -> Outcome:
+    """Play one history on a virtual clock."""
+    loop = Loop()
+    try:
+        wrong, trace, count = loop.run_until_complete(_play(history))
+    except Broken as error:
+        wrong, trace, count = str(error), [], 0
+    except Frantic:
+        wrong, trace, count = "the loop turns and turns", [], 0
+    except Deadlock:
+        wrong, trace, count = "nothing could happen any more", [], 0
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop._ready.clear()
+        loop.close()
+    return Outcome(history, wrong, trace, count)
+
+
+def shrunk(history: History) -> Outcome:
+    """Leave out whatever is not needed for the history to fail."""
+    outcome = run(history)
+    if not outcome.wrong:
+        return outcome
+    smaller = True
+    while smaller:
+        smaller = False
+        for index in range(len(history.faults)):
+            less = replace(history, faults=history.faults[:index] + history.faults[index + 1 :])
+            attempt = run(less)
+            if attempt.wrong:
+                history, outcome, smaller = less, attempt, True
+                break
+    return outcome
+
+
+def main() -> None:
+    """`python -m tests.simulation.history SEED`: play one seed, shrunk if it fails, and print what happened."""
+    import sys
+
+    outcome = shrunk(History.of(int(sys.argv[1])))
+    print("\n".join(outcome.trace))
+    print(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(outcome.history))).decode())
+    print(outcome.wrong or "all is well")
+
+
+if __name__ == "__main__":
+    main()

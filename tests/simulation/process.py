@@ -1,0 +1,290 @@
+"""One operator process in the simulated cluster: the real reconciler, cache and queue over a client that can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+from dp_handshake.messages import Snapshot
+from dp_operator import naming, reconciler
+from dp_operator.api import KIND
+from dp_operator.client import ApiError
+from dp_operator.render import Settings
+from tests.simulation.cluster import Cluster, Object, Relay
+
+SETTINGS = Settings(relay_image="relay:1")
+WORKERS = 2
+
+
+class Weather:
+    """What is wrong with the API server and the way to it. Shared by all processes of a history."""
+
+    def __init__(self) -> None:
+        self.down_until = 0.0
+        self.errors: list[int] = []  # HTTP codes of the next requests
+        self.lost_answers = 0  # writes that succeed and whose answer never comes
+        self.kill_at_write: int | None = None  # the process dies right after that many more writes
+        self.deaf: dict[str, float] = {}  # kind -> until when its watch is silent
+        self.broken: dict[str, float] = {}  # kind -> until when its watch is broken; then everything is listed anew
+
+
+class FakeClient:
+    """The client's few calls against the model. Every call takes time, so that others get in between."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._cluster = process.cluster
+        self._weather = process.weather
+
+    async def _request(self, act: Callable[[], Any], *, write: bool = True) -> Any:
+        chance = self._process.chance
+        await asyncio.sleep(0.002 + 0.02 * chance.random())
+        weather = self._weather
+        if self._cluster.now < weather.down_until:
+            raise OSError("connection refused")
+        if weather.errors:
+            code = weather.errors.pop()
+            raise ApiError(code, "Injected", "injected", 2.0 if code == 429 else None)
+        answer = act()
+        if write:
+            self._process.writes += 1
+            if weather.kill_at_write is not None:
+                weather.kill_at_write -= 1
+                if weather.kill_at_write <= 0:
+                    weather.kill_at_write = None
+                    self._process.die(restart_after_s=0.5)
+            if weather.lost_answers:
+                weather.lost_answers -= 1
+                raise TimeoutError
+        await asyncio.sleep(0.002 + 0.02 * chance.random())
+        return answer
+
+    async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
+        managed = bool(selector)
+
+        def act() -> list[Object]:
+            return [
+                obj
+                for obj in self._cluster.all(kind)
+                if not managed or naming.LABEL_MANAGED_BY in obj["metadata"].get("labels", {})
+            ]
+
+        return await self._request(act, write=False)
+
+    async def get(self, kind: str, namespace: str, name: str) -> Object:
+        return await self._request(lambda: self._cluster.get(kind, name), write=False)
+
+    async def create(self, manifest: Object, *, dry_run: bool = False) -> Object:
+        kind = manifest["kind"]
+        if kind == "Event":
+            self._cluster.note(f"event {manifest['reason']}: {manifest['note']}")
+            return await self._request(dict)
+
+        def act() -> Object:
+            if dry_run:
+                self._cluster._admit(manifest)
+                return manifest
+            self._process.watchdog.before_create(self._process, manifest)
+            self._cluster.note(f"create {kind} {manifest['metadata']['name']}")
+            return self._cluster.create(manifest)
+
+        return await self._request(act, write=not dry_run)
+
+    async def apply(self, manifest: Object) -> Object:
+        def act() -> Object:
+            self._cluster.note(f"apply {manifest['kind']} {manifest['metadata']['name']}")
+            return self._cluster.apply(manifest)
+
+        return await self._request(act)
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> Object:
+        def act() -> Object:
+            obj = self._cluster.objects.get((kind, name))
+            if obj and obj["metadata"]["uid"] == uid:
+                self._process.watchdog.before_delete(self._process, obj)
+            self._cluster.note(f"delete {kind} {name}")
+            return self._cluster.delete(kind, name, uid)
+
+        return await self._request(act)
+
+    async def put_status(self, obj: Object) -> Object:
+        def act() -> Object:
+            answer = self._cluster.put_status(obj)
+            groups = [
+                f"{g['index']}/{g['incarnation']}/{g.get('revision', '')[:4]}:{g.get('state', 'Starting')}"
+                for g in obj["status"].get("groups", [])
+            ]
+            self._cluster.note(f"status {' '.join(groups)}")
+            self._process.status_writes += 1
+            return answer
+
+        return await self._request(act)
+
+    async def log(self, namespace: str, pod: str, *, previous: bool) -> str:
+        return await self._request(lambda: "Traceback (most recent call last):\nRuntimeError: x\n", write=False)
+
+
+class FakeMonitors:
+    """Snapshots of the relays that the operator follows and can reach."""
+
+    def __init__(self, process: Process, changed: Callable[[tuple[str, str]], None]) -> None:
+        self._process = process
+        self._changed = changed
+        self._wanted: dict[str, tuple[tuple[str, str], str]] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.errors: dict[str, str] = {}
+
+    def follow(self, key: tuple[str, str], wanted: dict[str, str]) -> None:
+        for incarnation in [i for i, (k, _) in self._wanted.items() if k == key and i not in wanted]:
+            del self._wanted[incarnation]
+            self.snapshots.pop(incarnation, None)
+            self.errors.pop(incarnation, None)
+        for incarnation, ip in wanted.items():
+            if self._wanted.get(incarnation) != (key, ip):
+                self._wanted[incarnation] = (key, ip)
+                for relay in self._process.cluster.relays.values():
+                    if relay.incarnation == incarnation:
+                        self.hear(relay)
+
+    def hear(self, relay: Relay) -> None:
+        self._process.cluster.after(0.01, 0.3, self._take, relay)
+
+    def _take(self, relay: Relay) -> None:
+        wanted = self._wanted.get(relay.incarnation)
+        if wanted is None or wanted[1] != relay.ip or not self._process.alive:
+            return
+        if self._process.cluster.reachable(relay):
+            snapshot = relay.snapshot(self._process.cluster.now)
+            self.snapshots[relay.incarnation] = snapshot
+            self.errors.pop(relay.incarnation, None)
+            self._changed(wanted[0])
+        elif relay.incarnation not in self.errors:
+            self.errors[relay.incarnation] = "unreachable"
+            self._changed(wanted[0])
+
+    def close(self) -> None:
+        self._wanted.clear()
+
+
+class Process:
+    """An operator that can be killed and comes back. `writes` counts API writes of all its lives."""
+
+    def __init__(self, cluster: Cluster, weather: Weather, watchdog: Any, chance: random.Random) -> None:
+        self.cluster = cluster
+        self.weather = weather
+        self.watchdog = watchdog
+        self.chance = chance
+        self.alive = False
+        self.writes = 0
+        self.status_writes = 0
+        self.reconciler: reconciler.Reconciler | None = None
+        self._monitors: FakeMonitors | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._inbox: dict[str, list[tuple[str, Object]]] = {}
+        self._listening = False
+        cluster.watchers.append(self._saw)
+        cluster.relay_watchers.append(self._heard)
+
+    def start(self) -> None:
+        self.alive = True
+        self._inbox = {}
+        self._listening = False
+
+        def monitors(changed: Callable[[tuple[str, str]], None]) -> FakeMonitors:
+            self._monitors = FakeMonitors(self, changed)
+            return self._monitors
+
+        self.reconciler = reconciler.Reconciler(
+            FakeClient(self),  # type: ignore[arg-type]
+            SETTINGS,
+            namespaces=[],
+            monitors=monitors,  # type: ignore[arg-type]
+            clock=self.cluster.loop.time,
+            chance=self.chance,
+        )
+        self._tasks = [self.cluster.loop.create_task(self._run(self.reconciler))]
+
+    async def _run(self, mine: reconciler.Reconciler) -> None:
+        while True:
+            try:
+                await mine.resync()
+                break
+            except (ApiError, OSError, TimeoutError):
+                await asyncio.sleep(1)
+        # The watches begin a moment after the lists; kopf lists anew and tells what is there.
+        await asyncio.sleep(0.1 + self.chance.random())
+        self._listening = True
+        for kind in self._kinds():
+            self._relist(kind)
+        works = [mine.work() for _ in range(WORKERS)]
+        self._tasks += [self.cluster.loop.create_task(work) for work in (*works, mine.keep_true())]
+
+    def die(self, *, restart_after_s: float) -> None:
+        if not self.alive:
+            return
+        self.cluster.note("operator dies")
+        self.alive = False
+        for task in self._tasks:
+            task.cancel()
+        if self.reconciler:
+            self.reconciler.close()
+        self.cluster.loop.call_later(restart_after_s, self.start)
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    @staticmethod
+    def _kinds() -> tuple[str, ...]:
+        return (KIND, *reconciler.WATCHED, "Node")
+
+    def _saw(self, kind: str, event: str, obj: Object) -> None:
+        if not self._listening or not self.alive or kind not in self._kinds():
+            return
+        now = self.cluster.now
+        if now < self.weather.deaf.get(kind, 0.0) or now < self.weather.broken.get(kind, 0.0):
+            return
+        if kind not in (KIND, "Node") and naming.LABEL_MANAGED_BY not in obj["metadata"]["labels"]:
+            return
+        inbox = self._inbox.setdefault(kind, [])
+        inbox.append((event, obj))
+        if len(inbox) == 1:
+            self.cluster.after(0.02, 0.3, self._deliver, kind, self.reconciler)
+
+    def _deliver(self, kind: str, to: reconciler.Reconciler) -> None:
+        if to is self.reconciler and self.alive:
+            inbox, self._inbox[kind] = self._inbox.get(kind, []), []
+            for event, obj in inbox:
+                to.seen(kind, {"type": event, "object": obj})
+
+    def break_watch(self, kind: str, *, until: float) -> None:
+        self.weather.broken[kind] = until
+        self.cluster.loop.call_at(until + 0.01, self._relist, kind)
+
+    def _relist(self, kind: str) -> None:
+        if self.reconciler and self.alive and self._listening:
+            for obj in self.cluster.all(kind):
+                if kind in (KIND, "Node") or naming.LABEL_MANAGED_BY in obj["metadata"]["labels"]:
+                    self.reconciler.seen(kind, {"type": None, "object": obj})
+            self.reconciler.relisted()
+
+    def _heard(self, relay: Relay) -> None:
+        if self._monitors and self.alive:
+            self._monitors.hear(relay)
+
+
+class Complaints(logging.Handler):
+    """Tracebacks that the operator logs: a bug that it survives is a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1]:
+            text += f": {record.exc_info[1]!r}"
+        self.found.append(text)
