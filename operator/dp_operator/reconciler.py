@@ -251,7 +251,7 @@ class Reconciler:
         uid = raw["metadata"]["uid"]
         since = _monotonic() - self._status_written.get(uid, float("-inf"))
         if since < STATUS_INTERVAL_S:
-            self.queue.add_after(key, STATUS_INTERVAL_S - since)
+            self.queue.add_after(key, STATUS_INTERVAL_S - since + 0.001)  # surely past it, whatever rounding does
             return False
         try:
             updated = await self._client.put_status(raw | {"status": msgspec.to_builtins(decided.status)})

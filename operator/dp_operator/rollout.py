@@ -44,10 +44,10 @@ def outdated(entry: GroupStatus, revision: str, token: str) -> bool:
 
 
 def available(entry: GroupStatus, picture: Picture) -> bool:
-    """Whether an incarnation answers clients now."""
+    """Whether an incarnation answers clients now. A ready head does, even before the ledger calls it Serving."""
     objects = picture.incarnations.get(entry.incarnation)
     head = objects.head if objects else None
-    return entry.state == "Serving" and head is not None and head.ready and not head.metadata.deletion_timestamp
+    return alive(entry) and head is not None and head.ready and not head.metadata.deletion_timestamp
 
 
 def alive(entry: GroupStatus) -> bool:
