@@ -152,6 +152,8 @@ def plan(situation: Situation) -> Plan:
     _keep(situation, draft)
 
     draft.entries = sorted(stepped, key=lambda e: (e.index, e.incarnation))
+    if _moved(cr.status.groups, draft.entries):
+        draft.look_again(now)  # the next step may be due already, and our own write wakes nobody
     new_status = status.build(
         cr,
         situation.picture,
@@ -171,6 +173,13 @@ def plan(situation: Situation) -> Plan:
         checks=draft.checks,
         logs=draft.logs,
     )
+
+
+def _moved(before: list[GroupStatus], after: list[GroupStatus]) -> bool:
+    """Whether an entry has come, gone or taken a step, as opposed to a change of words."""
+    return {(e.incarnation, e.state, e.created_at) for e in before} != {
+        (e.incarnation, e.state, e.created_at) for e in after
+    }
 
 
 def _with_orphans(cr: DataParallelDeployment, picture: Picture) -> list[GroupStatus]:
@@ -423,7 +432,7 @@ def _take_over(situation: Situation, entries: list[GroupStatus], draft: _Draft) 
             result.append(entry)
         elif entry.replaces not in serving:
             result.append(replace(entry, replaces=""))
-        elif rollout.available(entry, situation.picture):
+        elif entry.state == "Serving" and rollout.available(entry, situation.picture):
             relieved.add(entry.replaces)
             result.append(replace(entry, replaces=""))
         else:

@@ -203,7 +203,7 @@ class Reconciler:
             age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
             delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
             if delay_s > 0:
-                self.queue.add_after(key, delay_s)
+                self.queue.add_after(key, delay_s + 0.001)  # surely past it, whatever rounding does
                 if not progress:
                     return
                 # The steps rely on the ledger alone, and that has nothing new.

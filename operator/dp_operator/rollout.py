@@ -44,9 +44,9 @@ def outdated(entry: GroupStatus, revision: str, token: str) -> bool:
 
 
 def available(entry: GroupStatus, picture: Picture) -> bool:
-    """Whether an incarnation answers clients now."""
+    """Whether an incarnation answers clients now. A ready head does, even before the ledger calls it Serving."""
     objects = picture.incarnations.get(entry.incarnation)
-    return entry.state == "Serving" and objects is not None and objects.serves
+    return alive(entry) and objects is not None and objects.serves
 
 
 def alive(entry: GroupStatus) -> bool:

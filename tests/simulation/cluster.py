@@ -23,6 +23,7 @@ from dp_operator import naming
 from dp_operator.api import KIND
 from dp_operator.client import ApiError
 from dp_operator.observe import timestamp
+from tests.simulation.virtual import START
 
 Object = dict[str, Any]
 NAMESPACE = "ns"
@@ -134,13 +135,13 @@ class Cluster:
     # --- store -------------------------------------------------------------------------------------------------------
     @property
     def now(self) -> float:
-        return self.loop.time()
+        return START + self.loop.time()
 
     def after(self, low: float, high: float, action: Callable[..., None], *args: Any) -> None:
         self.loop.call_later(low + (high - low) * self.chance.random(), action, *args)
 
     def note(self, words: str) -> None:
-        self.trace.append(f"{self.now - 1_800_000_000:8.2f} {words}")
+        self.trace.append(f"{self.loop.time():8.2f} {words}")
 
     def all(self, kind: str) -> list[Object]:
         return [obj for (k, _), obj in self.objects.items() if k == kind]

@@ -270,8 +270,16 @@ class Watchdog:
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
             raise Broken(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
-        if obj["kind"] == "Pod" and is_ready(obj) and incarnation not in self._world.touched:
+        if obj["kind"] == "Pod" and self._known_ready(process, obj) and incarnation not in self._world.touched:
             self._budget(process, obj)
+
+    @staticmethod
+    def _known_ready(process: Process, pod: Object) -> bool:
+        """Whether a pod is ready and was so for the operator when it decided."""
+        uid = pod["metadata"]["labels"][naming.LABEL_UID]
+        return is_ready(pod) and any(
+            is_ready(obj) for _, obj in process.reconciler.cache.owned(uid) if obj["metadata"]["uid"] == pod["metadata"]["uid"]
+        )
 
     def _budget(self, process: Process, head: Object) -> None:
         """A healthy serving group may go only if enough others serve, as far as the operator can know."""
@@ -299,6 +307,8 @@ class Watchdog:
         surge = share(spec.rollout.max_surge, spec.replicas, up=True)
         if not unavailable and not surge:
             unavailable = 1
+        if labels[naming.LABEL_GROUP] in others:
+            return  # its successor serves
         if len(others) < spec.replicas - unavailable:
             raise Broken(
                 f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "

@@ -202,7 +202,7 @@ class Process:
             SETTINGS,
             namespaces=[],
             monitors=monitors,  # type: ignore[arg-type]
-            clock=self.cluster.loop.time,
+            clock=lambda: self.cluster.now,
             chance=self.chance,
         )
         self._tasks = [self.cluster.loop.create_task(self._run(self.reconciler))]
@@ -262,7 +262,7 @@ class Process:
 
     def break_watch(self, kind: str, *, until: float) -> None:
         self.weather.broken[kind] = until
-        self.cluster.loop.call_at(until + 0.01, self._relist, kind)
+        self.cluster.loop.call_later(until - self.cluster.now + 0.01, self._relist, kind)
 
     def _relist(self, kind: str) -> None:
         if self.reconciler and self.alive and self._listening:

@@ -20,14 +20,14 @@ _TURNS = 400_000  # of the loop in one run; a long history needs 20,000
 
 
 class Loop(asyncio.BaseEventLoop):
-    """asyncio without sockets. `time()` is seconds since the epoch, because the simulated world has one clock."""
+    """asyncio without sockets. `time()` begins at 0, where floats are fine enough; the world's clock adds START."""
 
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self._now = START
+        self._now = 0.0
         self._turns = 0
-        self._clock_resolution = 1e-6  # coarser than what a float of that size can tell apart
+        self._clock_resolution = 1e-9
 
     def time(self) -> float:
         return self._now

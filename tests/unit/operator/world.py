@@ -82,7 +82,8 @@ class World:
             self.log += [f"event {event.reason}" for event in decided.events]
             for action in itertools.chain.from_iterable(decided.steps):
                 self.act(action)
-            if not decided.steps:
+            due = decided.look_again_at is not None and decided.look_again_at <= self.now
+            if not decided.steps and not due:
                 return decided
         raise AssertionError(f"no rest after 20 rounds: {self.log[-30:]}")
 
