@@ -484,10 +484,13 @@ def _replace_changed(
                 and _room(entries, entry.index, wanted, surge=limits.surge, more=len(begin))
             ):
                 begin.append(entry)
-            elif free > 0 and (not limits.surge or len(serving) > 1 or _no_room(successor)):
-                if successor is None or _no_room(successor):
-                    free -= 1
-                    stop[entry.incarnation] = "spec changed"
+            elif (
+                free > 0
+                and (not limits.surge or len(serving) > 1 or _no_room(successor))
+                and (successor is None or _no_room(successor))
+            ):
+                free -= 1
+                stop[entry.incarnation] = "spec changed"
     if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:
         begin += _successors_for_drains(situation, entries, wanted, limits, begun=begin)
     result = []
