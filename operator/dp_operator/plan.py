@@ -76,14 +76,18 @@ Action = Create | Apply | Delete
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Write `status` first; then the steps in order, the actions of a step side by side; then the events.
+    """Write `status` first; then carry out the sequences; then post the events.
 
-    Nothing of a later step may begin before the earlier one has succeeded. look_again_at is in seconds since the
-    epoch; None means that only a change can matter.
+    A sequence is a list of steps: the actions of a step go side by side, and nothing of a later step may begin before
+    the earlier one has succeeded. The sequences have nothing to do with each other, so whoever carries them out begins
+    all of them, in this order, and an exception in one must not stop the others: the first one is raised once all have
+    ended. A quota that refuses one group's pods would otherwise keep a broken head of another in service for ever.
+
+    look_again_at is in seconds since the epoch; None means that only a change can matter.
     """
 
     status: Status
-    steps: list[list[Action]] = []
+    sequences: list[list[list[Action]]] = []  # deletes per incarnation, repairs, creates per incarnation
     events: list[Event] = []
     look_again_at: float | None = None
     # Objects of a new revision that the API server should look at (dry run) before anything is deleted for it.
@@ -91,14 +95,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     # Logs to read before the status is written, because the pods they are of go next.
     logs: list[LogWanted] = []
 
+    @property
+    def actions(self) -> list[Action]:
+        """All actions, in an order in which they may be carried out one after the other."""
+        return [action for sequence in self.sequences for step in sequence for action in step]
+
 
 class _Draft:
     """What the planning of one resource collects."""
 
     def __init__(self) -> None:
         self.entries: list[GroupStatus] = []
-        self.creates: list[list[Action]] = []
-        self.deletes: list[list[Action]] = []
+        self.creates: dict[str, list[list[Action]]] = {}  # by incarnation
+        self.deletes: dict[str, list[list[Action]]] = {}  # by incarnation
         self.repairs: list[Action] = []
         self.events: list[Event] = []
         self.times: list[float] = []
@@ -164,10 +173,10 @@ def plan(situation: Situation) -> Plan:
         refused=(situation.verdicts or {}).get(revision, ""),
         now=now,
     )
-    steps = [step for step in [draft.repairs, *draft.creates, *draft.deletes] if step]
+    sequences = [*draft.deletes.values(), [draft.repairs], *draft.creates.values()]
     return Plan(
         status=new_status,
-        steps=steps,
+        sequences=[steps for sequence in sequences if (steps := [step for step in sequence if step])],
         events=draft.events,
         look_again_at=min(draft.times) if draft.times else None,
         checks=draft.checks,
@@ -634,15 +643,16 @@ def _new_entry(
 def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, draft: _Draft) -> None:
     inc = _incarnation(situation, entry)
     have = objects or _nothing(entry)
+    steps = draft.creates.setdefault(entry.incarnation, [])
     if have.rpc_service is None or not have.rpc_service.spec.cluster_ip:
         if have.rpc_service is None:
-            _add(draft.creates, 0, Create(render.rpc_service(inc)))
+            _add(steps, 0, Create(render.rpc_service(inc)))
         return  # its address goes into the launch plan
     if have.config_map is None:
-        _add(draft.creates, 0, Create(render.config_map(inc, have.rpc_service.spec.cluster_ip)))
+        _add(steps, 0, Create(render.config_map(inc, have.rpc_service.spec.cluster_ip)))
     if have.budget is None and situation.cr.spec.disruption.policy != "Open":
         _add(
-            draft.creates,
+            steps,
             0,
             Create(render.disruption_budget(inc, pods=1 + len(render.worker_pods(situation.cr.spec, inc.base)))),
         )
@@ -652,12 +662,12 @@ def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObject
             return  # it owns the PodGroup, which so goes with it
         owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": inc.base, "uid": have.config_map.metadata.uid}
         gang["metadata"]["ownerReferences"] = [owner]
-        _add(draft.creates, 0, Create(gang))
+        _add(steps, 0, Create(gang))
     for stateful_set in render.stateful_sets(inc):
         if stateful_set["metadata"]["name"] not in have.stateful_sets:
-            _add(draft.creates, 1, Create(stateful_set))
+            _add(steps, 1, Create(stateful_set))
     if have.head is None:
-        _add(draft.creates, 1, Create(render.head_pod(inc)))
+        _add(steps, 1, Create(render.head_pod(inc)))
 
 
 def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> None:
@@ -677,20 +687,21 @@ def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObject
 
 def _delete(objects: IncarnationObjects, draft: _Draft) -> None:
     """Head first, then workers and budget, then what terminating workers still use."""
+    steps = draft.deletes.setdefault(objects.id, [])
     if objects.head and not objects.head.metadata.deletion_timestamp:
-        _add(draft.deletes, 0, Delete("Pod", objects.head.name, objects.head.metadata.uid))
+        _add(steps, 0, Delete("Pod", objects.head.name, objects.head.metadata.uid))
     for stateful_set in objects.stateful_sets.values():
         if not stateful_set.metadata.deletion_timestamp:
-            _add(draft.deletes, 1, Delete("StatefulSet", stateful_set.metadata.name, stateful_set.metadata.uid))
+            _add(steps, 1, Delete("StatefulSet", stateful_set.metadata.name, stateful_set.metadata.uid))
     if objects.budget:
-        _add(draft.deletes, 1, Delete("PodDisruptionBudget", objects.budget.metadata.name, objects.budget.metadata.uid))
+        _add(steps, 1, Delete("PodDisruptionBudget", objects.budget.metadata.name, objects.budget.metadata.uid))
     if not objects.pods and not objects.stateful_sets:
         rest: list[tuple[str, AnyObject | None]] = [("ConfigMap", objects.config_map)]
         if objects.rpc_service:
             rest.append(("Service", AnyObject(metadata=objects.rpc_service.metadata)))
         for kind, obj in rest:
             if obj:
-                _add(draft.deletes, 1, Delete(kind, obj.metadata.name, obj.metadata.uid))
+                _add(steps, 1, Delete(kind, obj.metadata.name, obj.metadata.uid))
 
 
 def _add(steps: list[list[Action]], number: int, action: Action) -> None:

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
 PROGRESS_INTERVAL_S = 2.5  # the same, for writes that only tell people how far the ranks are
 STRANGER_RECHECK_S = 30.0
+GOING_RECHECK_S = 1.0
+QUICK_ROUNDS = 8
+LONGEST_ROUND_S = 30.0
 LOG_TIMEOUT_S = 3.0
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
@@ -72,9 +75,15 @@ class Reconciler:
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
-        self._applied: dict[tuple[str, str], str] = {}  # (uid, kind/name) -> resourceVersion after our last apply
+        self._applied: dict[tuple[str, str], tuple[str, int]] = {}  # (uid, kind/name) -> version after it, its intent
+        self._rounds: dict[str, int] = {}  # uid -> reconciles in a row that acted
+        self._entries: dict[str, set[str]] = {}  # uid -> incarnations in the ledger
         self._followed: dict[Key, str] = {}
         self._relisted = asyncio.Event()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._live: set[str] = set()  # incarnations of the resource at hand whose objects have all been made
+        self._refused_specs: dict[str, set[tuple[str, str]]] = {}  # uid -> kept objects that this spec cannot have
+        self._generations: dict[str, int] = {}  # uid -> generation that was last looked at
 
     def seen(self, kind: str, event: dict[str, Any]) -> None:
         """Take in one watch event."""
@@ -84,9 +93,37 @@ class Reconciler:
             for concerned in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
                 self.queue.add(concerned)
             return
-        key = self.cache.remove(kind, obj) if event["type"] == "DELETED" else self.cache.put(kind, obj)
+        if event["type"] == "DELETED":
+            key = self.cache.remove(kind, obj)
+            self._gone(kind, obj)
+        else:
+            key = self.cache.put(kind, obj)
         if key:
             self.queue.add(key)
+
+    def _gone(self, kind: str, obj: dict[str, Any]) -> None:
+        """Follow up a DELETED event, which may also mean that an object lost the label that we watch by."""
+        meta = obj["metadata"]
+        for uid, known in self._strangers.items():
+            if known.pop((kind, meta["name"]), None):
+                self._again(uid)
+        if kind == "Pod" and not meta.get("deletionTimestamp"):
+            task = asyncio.create_task(self._remove_unlabelled(meta), name=f"look after pod {meta['name']}")
+            self._errands.add(task)
+            task.add_done_callback(self._errands.discard)
+
+    async def _remove_unlabelled(self, meta: dict[str, Any]) -> None:
+        """Delete a pod that somebody took our label from: it counts as lost, and must not go on taking traffic."""
+        try:
+            if await self._exists("Pod", meta["namespace"], meta["name"], meta["uid"]):
+                await self._client.delete("Pod", meta["namespace"], meta["name"], meta["uid"])
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("pod %s/%s lost our label and was not deleted: %s", meta["namespace"], meta["name"], error)
+
+    def _again(self, uid: str) -> None:
+        for key, followed in self._followed.items():
+            if followed == uid:
+                self.queue.add(key)
 
     def relisted(self) -> None:
         """Note that a watch began anew: what vanished meanwhile is not told, so compare soon."""
@@ -153,6 +190,8 @@ class Reconciler:
 
     def close(self) -> None:
         self._monitors.close()
+        for task in self._errands:
+            task.cancel()
 
     async def reconcile(self, key: Key) -> None:
         """Bring one custom resource a step further."""
@@ -167,6 +206,7 @@ class Reconciler:
         uid = raw["metadata"]["uid"]
         self._followed[key] = uid
         cr = api.decode(raw)
+        self._forgive(uid, cr.metadata.generation)
         picture = observe(
             uid,
             self.cache.owned(uid),
@@ -209,11 +249,16 @@ class Reconciler:
                 # The steps rely on the ledger alone, and that has nothing new.
             elif not await self._write_status(key, raw, decided):
                 return
+        self._prune(uid, {entry.incarnation for entry in decided.status.groups})
+        self._live = {entry.incarnation for entry in decided.status.groups if entry.created_at}
         acted = await self._act(uid, decided)
         for event in decided.events:
             await self._post(raw, event)
+        self._rounds[uid] = self._rounds.get(uid, 0) + 1 if acted else 0
         if acted:
-            self.queue.add(key)
+            # A start takes a few rounds at once. Whatever needs many more is going in circles, and circles are slow.
+            beyond = self._rounds[uid] - QUICK_ROUNDS
+            self.queue.add_after(key, 0.0 if beyond <= 0 else min(LONGEST_ROUND_S, 0.25 * 2 ** min(beyond, 10)))
         elif decided.look_again_at is not None:
             # Deadlines are whole seconds; a moment later they have surely passed.
             self.queue.add_after(key, decided.look_again_at - now + 0.05)
@@ -224,7 +269,27 @@ class Reconciler:
         self._status_written.pop(uid, None)
         self._strangers.pop(uid, None)
         self._verdicts.pop(uid, None)
+        self._rounds.pop(uid, None)
+        self._generations.pop(uid, None)
+        self._refused_specs.pop(uid, None)
+        self._prune(uid, set())
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
+
+    def _forgive(self, uid: str, generation: int) -> None:
+        """Try what the API server refused again once the spec has changed."""
+        if self._generations.get(uid) != generation:
+            self._generations[uid] = generation
+            for place in self._refused_specs.pop(uid, set()):
+                self._strangers.get(uid, {}).pop(place, None)
+
+    def _prune(self, uid: str, incarnations: set[str]) -> None:
+        """Forget what was noted about incarnations that are in the ledger no more."""
+        for incarnation in self._entries.get(uid, set()) - incarnations:
+            self._refused.pop(incarnation, None)
+            self._blocked.pop(incarnation, None)
+        self._entries[uid] = incarnations
+        if not incarnations:
+            del self._entries[uid]
 
     def _follow(self, key: Key, cr: api.DataParallelDeployment, picture: Picture) -> None:
         wanted: dict[str, str] = {}
@@ -279,9 +344,17 @@ class Reconciler:
         return True
 
     async def _act(self, uid: str, decided: Plan) -> bool:
+        """Carry out the sequences, none of which waits for another. True if anything was done."""
+        results = await asyncio.gather(*(self._run(uid, steps) for steps in decided.sequences), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return any(results)
+
+    async def _run(self, uid: str, steps: list[list[Action]]) -> bool:
         """Carry out the steps in order. True if anything was done."""
         acted = False
-        for step in decided.steps:
+        for step in steps:
             results = await asyncio.gather(*(self._do(uid, action) for action in step), return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException):
@@ -314,50 +387,80 @@ class Reconciler:
                 raise
             if error.status == 409 and error.reason == "AlreadyExists":
                 if kind in WATCHED:
-                    await self._meet(uid, kind, meta["namespace"], meta["name"])
+                    return await self._meet(uid, kind, meta["namespace"], meta["name"])
                 return True  # a PodGroup that an earlier try made: its name has the incarnation's id in it
-            if error.status not in (400, 422):
+            if error.status not in (400, 403, 422):
                 raise
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
+            if incarnation in self._live:
+                # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group.
+                self._blocked[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
+                self._later(uid, STRANGER_RECHECK_S)
+                return False
             if incarnation:
                 self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
             else:
-                self._strange(uid, kind, meta["name"], f"the API server refuses it: {error.message}")
+                self._strangers.setdefault(uid, {})[kind, meta["name"]] = f"the API server refuses it: {error.message}"
+                self._refused_specs.setdefault(uid, set()).add((kind, meta["name"]))
         return True
 
-    async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> None:
-        """Look at an object that is in the way: ours and not heard of yet, or a stranger's."""
+    async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> bool:
+        """Look at an object that is in the way: ours and not heard of, one that is going away, or a stranger's."""
         existing = await self._client.get(kind, namespace, name)
-        labels = existing["metadata"].get("labels") or {}
-        owners = {owner["uid"] for owner in existing["metadata"].get("ownerReferences") or []}
+        meta = existing["metadata"]
+        labels = meta.get("labels") or {}
+        owners = {owner["uid"] for owner in meta.get("ownerReferences") or []}
         if labels.get(naming.LABEL_UID) == uid and uid in owners:
-            self.cache.put(kind, existing)
-            return
-        self._strange(uid, kind, name, "an object of this name exists that is not ours; rename or delete one of them")
+            self.cache.revive(kind, existing)
+            return True
+        # What is left of an earlier resource of this name is on its way out, by the garbage collector.
+        earlier = any(o["kind"] == api.KIND and o["uid"] != uid for o in meta.get("ownerReferences") or [])
+        if meta.get("deletionTimestamp") or earlier:
+            self._later(uid, GOING_RECHECK_S)
+            return False
+        words = "an object of this name exists that is not ours; rename or delete one of them"
+        self._strangers.setdefault(uid, {})[kind, name] = words
+        self._watch_stranger(uid, kind, namespace, name)
+        return True
 
-    def _strange(self, uid: str, kind: str, name: str, why: str) -> None:
-        known = self._strangers.setdefault(uid, {})
-        known[kind, name] = why
+    def _later(self, uid: str, delay_s: float) -> None:
+        for key, followed in self._followed.items():
+            if followed == uid:
+                self.queue.add_after(key, delay_s)
 
-        def look_again() -> None:
-            known.pop((kind, name), None)
-            for key, followed in self._followed.items():
-                if followed == uid:
-                    self.queue.add(key)
+    def _watch_stranger(self, uid: str, kind: str, namespace: str, name: str) -> None:
+        """Ask now and then whether the name is free. Until it is, the resource is not touched and its status stays."""
 
-        asyncio.get_running_loop().call_later(STRANGER_RECHECK_S, look_again)
+        async def wait() -> None:
+            while (kind, name) in self._strangers.get(uid, {}):
+                await asyncio.sleep(STRANGER_RECHECK_S)
+                try:
+                    await self._client.get(kind, namespace, name)
+                except ApiError as error:
+                    if error.status == 404:
+                        self._strangers.get(uid, {}).pop((kind, name), None)
+                        self._again(uid)
+                except (aiohttp.ClientError, TimeoutError, OSError):
+                    continue
+
+        task = asyncio.create_task(wait(), name=f"{kind} {namespace}/{name} is a stranger's")
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]
         place = (uid, f"{kind}/{meta['name']}")
+        intent = hash(msgspec.json.encode(manifest, order="deterministic"))
         existing = next(
             (o for k, o in self.cache.owned(uid) if k == kind and o["metadata"]["name"] == meta["name"]), None
         )
-        if existing and self._applied.get(place) == existing["metadata"]["resourceVersion"]:
+        if existing and self._applied.get(place) == (existing["metadata"]["resourceVersion"], intent):
             # We applied exactly this and the server spells it differently: nothing is left to repair.
             return False
+        if place not in self._applied:
+            await self._client.take_over(kind, meta["namespace"], meta["name"], meta["uid"])
         applied = await self._client.apply(manifest)
-        self._applied[place] = applied["metadata"]["resourceVersion"]
+        self._applied[place] = (applied["metadata"]["resourceVersion"], intent)
         self.cache.put(kind, applied)
         return True
 

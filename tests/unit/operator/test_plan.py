@@ -41,7 +41,7 @@ def test_a_crash_after_any_single_write_ends_in_the_same_objects():
         for _ in range(20):
             decided = world.plan()
             world.cr = msgspec.structs.replace(world.cr, status=decided.status)
-            actions = [action for step in decided.steps for action in step]
+            actions = decided.actions
             for action in actions[: max(0, crash_after - done)]:
                 world.act(action)
             done += len(actions)
@@ -60,7 +60,7 @@ def test_nothing_is_written_when_nothing_changes():
     world.now += 3600
     decided = world.reconcile()
     assert world.take_log() == []
-    assert decided.steps == []
+    assert decided.sequences == []
 
 
 def test_how_far_ranks_are_is_progress_and_what_others_act_on_is_not():
@@ -443,8 +443,8 @@ def test_objects_of_an_earlier_resource_of_the_same_name_are_not_touched():
         obj["metadata"]["labels"] = obj["metadata"]["labels"] | {naming.LABEL_UID: "uid-0"}
     world.cr = msgspec.structs.replace(world.cr, metadata=meta, status=type(world.cr.status)())
     decided = world.plan()
-    assert not [a for step in decided.steps for a in step if isinstance(a, Delete)]
-    assert [a for step in decided.steps for a in step if isinstance(a, Create)]
+    assert not [a for a in decided.actions if isinstance(a, Delete)]
+    assert [a for a in decided.actions if isinstance(a, Create)]
     assert before == set(world.objects)
 
 
@@ -478,3 +478,22 @@ def test_pods_stuck_on_a_dead_node_do_not_hold_up_the_next_incarnation_for_ever(
 )
 def test_only_what_is_intended_is_compared(existing, intent, same):
     assert covers(existing, intent) is same
+
+
+def test_a_broken_head_is_deleted_whatever_stands_in_the_way_of_repairs_and_of_other_groups():
+    world = World(replicas=2)
+    world.make_ready(0)
+    second = world.entry(1).incarnation
+    del world.objects["Pod", f"web-1-{second}-head"]
+    entries = [
+        msgspec.structs.replace(e, created_at=None) if e.incarnation == second else e for e in world.cr.status.groups
+    ]
+    world.cr = msgspec.structs.replace(world.cr, status=msgspec.structs.replace(world.cr.status, groups=entries))
+    del world.objects["Service", "web"]
+    broken = world.entry(0).head_pod
+    world.engine_ends(broken, code=1)
+    decided = world.plan()
+    firsts = [
+        [(type(a), a.name if isinstance(a, Delete) else a.manifest["kind"]) for a in s[0]] for s in decided.sequences
+    ]
+    assert firsts == [[(Delete, broken)], [(Create, "Service")], [(Create, "Pod")]]

@@ -176,12 +176,11 @@ def test_a_gang_exists_before_its_pods_and_goes_with_its_incarnation(kind):
     for _ in range(10):
         decided = world.plan()
         world.cr = type(world.cr)(metadata=world.cr.metadata, spec=world.cr.spec, status=decided.status)
-        for step in decided.steps:
-            for action in step:
-                if isinstance(action, Create):
-                    order.append((action.manifest["kind"], action.manifest))
-                world.act(action)
-        if not decided.steps:
+        for action in decided.actions:
+            if isinstance(action, Create):
+                order.append((action.manifest["kind"], action.manifest))
+            world.act(action)
+        if not decided.sequences:
             break
     kinds = [made for made, _ in order]
     assert kinds.index("PodGroup") < kinds.index("Pod")

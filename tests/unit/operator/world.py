@@ -80,10 +80,10 @@ class World:
                 self.status_writes += 1
                 self.log.append("status")
             self.log += [f"event {event.reason}" for event in decided.events]
-            for action in itertools.chain.from_iterable(decided.steps):
+            for action in decided.actions:
                 self.act(action)
             due = decided.look_again_at is not None and decided.look_again_at <= self.now
-            if not decided.steps and not due:
+            if not decided.sequences and not due:
                 return decided
         raise AssertionError(f"no rest after 20 rounds: {self.log[-30:]}")
 
