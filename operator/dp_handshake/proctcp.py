@@ -19,6 +19,9 @@ from dp_handshake.addresses import canonical
 
 ESTABLISHED = "01"
 LISTEN = "0A"
+# A connection that this side has closed first, or is about to: ESTABLISHED, FIN_WAIT1, FIN_WAIT2, TIME_WAIT. What the
+# other side closed first is in CLOSE_WAIT, LAST_ACK or gone.
+_CLOSED_BY_US = frozenset({ESTABLISHED, "04", "05", "06"})
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 
@@ -64,6 +67,11 @@ def peers(rows: Iterable[Connection], *, port: int) -> dict[str, int]:
         if row.state == ESTABLISHED and row.local_port == port:
             counts[row.remote_ip] = counts.get(row.remote_ip, 0) + 1
     return counts
+
+
+def closed_by_us(rows: Iterable[Connection]) -> set[tuple[str, int]]:
+    """Of connections that are known to have ended: remote address and port of those that this side has closed first."""
+    return {(row.remote_ip, row.remote_port) for row in rows if row.state in _CLOSED_BY_US}
 
 
 def data_port(init: bytes) -> int | None:

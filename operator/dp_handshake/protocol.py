@@ -25,7 +25,8 @@ from dp_handshake.ranks import format_ranks
 
 MAX_VIOLATIONS = 32
 MAX_LOST = 16
-# A live DEALER reconnects within 0.1 s (libzmq's default); a closed connection that stays away longer is a death.
+# A live DEALER reconnects within 0.1 s (libzmq's default) once it knows that its connection has ended. It knows at once
+# what its own side closed; so a connection that the peer closed and that stays away longer is a death.
 LOST_AFTER_S = 1.0
 LOST_AFTER_RESTART_S = 5.0
 
@@ -65,9 +66,10 @@ class PeerFrames(Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PeerGone(Struct, frozen=True, tag=True):
-    """A connection at the relay's port ended."""
+    """A connection at the relay's port ended. A rank that does not come back within back_within_s is lost."""
 
     connection: int
+    back_within_s: float = LOST_AFTER_S
 
 
 class HeadFrames(Struct, frozen=True, tag=True):
@@ -212,7 +214,7 @@ def step(state: Handshake, event: Event, *, now: float) -> list[Effect]:
     if isinstance(event, PeerGone):
         rank = state.connections.pop(event.connection, None)
         if rank is not None:
-            _disconnect(state, rank, now=now)
+            _disconnect(state, rank, now=now, back_within_s=event.back_within_s)
     elif isinstance(event, Undeliverable):
         if state.stages[event.rank] == Stage.CONNECTED:
             state.undelivered[event.rank] = event.frames
@@ -394,13 +396,19 @@ def _attach(state: Handshake, rank: int, connection: int | None, *, now: float) 
     state.connection_of[rank] = connection
 
 
-def _disconnect(state: Handshake, rank: int, *, now: float) -> None:
+def between(state: Handshake, connection: int) -> bool:
+    """Tell whether a connection is that of a rank between HELLO and READY, whose end may be a death."""
+    rank = state.connections.get(connection)
+    return rank is not None and state.stages[rank] in (Stage.ASKED, Stage.CONNECTED)
+
+
+def _disconnect(state: Handshake, rank: int, *, now: float, back_within_s: float = LOST_AFTER_S) -> None:
     connection = state.connection_of.pop(rank, None)
     if connection is not None and state.connections.get(connection) == rank:
         # Its end, which the socket monitor may still tell, must not count again for a later connection of the rank.
         del state.connections[connection]
     if state.stages[rank] in (Stage.ASKED, Stage.CONNECTED):
-        state.suspects[rank] = now + LOST_AFTER_S
+        state.suspects[rank] = now + back_within_s
 
 
 def _lose(state: Handshake, rank: int, text: str, *, now: float) -> list[Effect]:
@@ -422,11 +430,14 @@ def _find(state: Handshake, rank: int) -> list[Effect]:
 
 
 def violate(state: Handshake, kind: str, text: str, *, peer: str, rank: int | None, now: float) -> Violated:
-    """Keep a violation; the same again from the same peer is counted, not listed a second time."""
+    """Keep a violation; the same again from the same peer is counted, not listed a second time.
+
+    Its time stays that of the first: whoever waits for more signs before acting must not wait for ever on a repeater.
+    """
     state.violation_count += 1
     same = [entry for entry in state.violations if (entry.kind, entry.peer, entry.rank) == (kind, peer, rank)]
     entry = Violation(
-        time=now,
+        time=min((old.time for old in same), default=now),
         kind=kind,
         message=text,
         peer=peer,

@@ -5,6 +5,10 @@ heartbeats: they keep idle NAT entries alive during a long load, and free the id
 time to live that goes out with them is longer than our own timeout, so after a silent partition our side has let the
 identity go before the rank comes back with a new connection.
 
+Who ended a connection matters. What the peer closed (the kernel does so for a process that died) is over: a live rank is
+back at once. What our own heartbeat ended may belong to a rank that cannot know yet; it has the whole time to live.
+libzmq does not tell the two apart, the kernel's table does.
+
 libzmq's descriptors are edge-triggered: everything is drained until Again, and once more after sending.
 """
 
@@ -21,7 +25,7 @@ from collections.abc import Callable
 import zmq
 from msgspec import Struct
 
-from dp_handshake import admission, protocol
+from dp_handshake import admission, proctcp, protocol
 from dp_handshake.addresses import canonical, endpoint, is_ipv6, upstream_source
 from dp_handshake.state import Journal
 from dp_handshake.upstream import Upstreams
@@ -72,12 +76,15 @@ class Port:
         self._clock = clock
         self._family = socket.AF_INET6 if is_ipv6(pod_ip) else socket.AF_INET
         self._gate = admission.Gate(capacity=_capacity(peers, head_ranks=state.head_ranks))
+        self._remote_ports: dict[int, int] = {}  # descriptor -> the peer's port
         self._tickets: dict[int, list[bytes]] = {}
         self._next_ticket = 0
         self._due: list[int] = []
         self._context = zmq.Context()
+        self._rpc_port = rpc_port
+        self._heartbeat = heartbeat or Heartbeat()
         try:
-            self._open(pod_ip, rpc_port, heartbeat or Heartbeat())
+            self._open(pod_ip, rpc_port, self._heartbeat)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -151,17 +158,30 @@ class Port:
         return self._router, self._monitor, self._zap
 
     def _drain_monitor(self) -> None:
+        events: list[tuple[int, int]] = []
         while True:
             try:
                 event, _ = self._monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
-                return
-            kind, descriptor = struct.unpack("=HI", event)
-            if kind != zmq.EVENT_ACCEPTED:
-                admission.closed(self._gate, descriptor)
-                self._run(protocol.step(self._state, protocol.PeerGone(descriptor), now=self._clock()))
-            elif (address := _peer_address(descriptor, self._family)) is not None:
-                admission.accepted(self._gate, descriptor, address)
+                break
+            events.append(struct.unpack("=HI", event))
+        closed_by_us: set[tuple[str, int]] | None = None
+        for kind, descriptor in events:
+            if kind == zmq.EVENT_ACCEPTED:
+                if (peer := _peer(descriptor, self._family)) is not None:
+                    address, self._remote_ports[descriptor] = peer
+                    admission.accepted(self._gate, descriptor, address)
+                continue
+            peer_place = (self._gate.open.get(descriptor, ""), self._remote_ports.pop(descriptor, 0))
+            patience_s = protocol.LOST_AFTER_S
+            if protocol.between(self._state, descriptor):
+                if closed_by_us is None:
+                    closed_by_us = proctcp.closed_by_us(_connections(self._rpc_port))
+                if peer_place in closed_by_us:
+                    patience_s = self._heartbeat.peer_ttl_s
+            admission.closed(self._gate, descriptor)
+            gone = protocol.PeerGone(descriptor, back_within_s=patience_s)
+            self._run(protocol.step(self._state, gone, now=self._clock()))
 
     def _drain_zap(self) -> bool:
         requests: list[list[bytes]] = []
@@ -291,14 +311,23 @@ def _capacity(peers: list[protocol.Peer], *, head_ranks: int) -> dict[str, int]:
     return capacity
 
 
-def _peer_address(descriptor: int, family: int) -> str | None:
-    """Ask the kernel who is at the other end of a connection of libzmq; None if it is gone already."""
+def _peer(descriptor: int, family: int) -> tuple[str, int] | None:
+    """Ask the kernel who is at the other end of a connection of libzmq (address, port); None if it is gone already."""
     with contextlib.suppress(OSError):
         duplicate = socket.socket(family, socket.SOCK_STREAM, fileno=os.dup(descriptor))
         with duplicate:
-            text = str(duplicate.getpeername()[0])
-            return canonical(text) or text
+            text, port = duplicate.getpeername()[:2]
+            return canonical(str(text)) or str(text), int(port)
     return None
+
+
+def _connections(local_port: int) -> list[proctcp.Connection]:
+    """Rows of the kernel's tables at a local port; what cannot be read has none."""
+    rows: list[proctcp.Connection] = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as text:
+            rows += proctcp.parse(text.read(), local_ports={local_port})
+    return rows
 
 
 def _metadata(frames: list[zmq.Frame]) -> str:

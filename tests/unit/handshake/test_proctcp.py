@@ -75,6 +75,13 @@ def test_damaged_tables_are_read_as_far_as_they_go() -> None:
         proctcp.parse(text, local_ports={13346})
 
 
+def test_a_connection_that_the_peer_closed_is_not_taken_for_one_that_we_gave_up() -> None:
+    """FIN_WAIT1, FIN_WAIT2, TIME_WAIT and not yet closed: ours. CLOSE_WAIT, LAST_ACK: the peer was first."""
+    states = {"01": True, "04": True, "05": True, "06": True, "08": False, "09": False}
+    rows = [proctcp.Connection("10.0.0.1", 13345, "10.0.0.2", int(state, 16), state) for state in states]
+    assert proctcp.closed_by_us(rows) == {("10.0.0.2", int(state, 16)) for state, ours in states.items() if ours}
+
+
 def test_a_real_start_shows_local_connected_then_loaded() -> None:
     """vLLM 0.32, moe, one local rank (198.18.103.5) and one remote (198.18.102.9), seen from the head pod."""
     stages = []

@@ -9,7 +9,7 @@ read the diff.
     raw FRAMES                frames as hex, separated by commas; id= and from= or rank= say from whom
     init RANK                 the head answers;  `init RANK undeliverable`: and the rank is not connected
     delivered RANK            READY is out
-    gone fd=N                 a connection ends
+    gone fd=N                 a connection ends, by the peer; within=SECONDS: by us, and the rank has so long to come back
     tick [IP=N …]             time passes; connections by address
     restart                   a new relay process takes over what the old one wrote down
 """
@@ -95,7 +95,9 @@ class Player:
         if command == "delivered":
             return protocol.step(self.state, protocol.Delivered(int(plain[0])), now=now)
         if command == "gone":
-            return protocol.step(self.state, protocol.PeerGone(int(options["fd"])), now=now)
+            patience_s = float(options.get("within", protocol.LOST_AFTER_S))
+            gone = protocol.PeerGone(int(options["fd"]), back_within_s=patience_s)
+            return protocol.step(self.state, gone, now=now)
         if command == "tick":
             return protocol.step(self.state, protocol.Tick({ip: int(n) for ip, n in options.items()}), now=now)
         assert command == "restart", command
@@ -137,7 +139,8 @@ def render(effect: protocol.Effect) -> str:
     if isinstance(effect, protocol.Violated):
         entry = effect.violation
         rank = "-" if entry.rank is None else entry.rank
-        return f"refuse {entry.kind} rank={rank} pod={entry.pod or '-'} count={entry.count}\n    {entry.message}"
+        since = f" since={entry.time:g}" if entry.count > 1 else ""
+        return f"refuse {entry.kind} rank={rank} pod={entry.pod or '-'} count={entry.count}{since}\n    {entry.message}"
     if isinstance(effect, protocol.Lost):
         return f"lost rank {effect.lost.rank} pod={effect.lost.pod}\n    {effect.lost.message}"
     return f"found rank {effect.rank}"
