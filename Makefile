@@ -7,15 +7,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLUSTER := .cluster
-export KUBECONFIG ?= $(CURDIR)/$(CLUSTER)/kubeconfig
-KUBECTL := $(CLUSTER)/bin/kubectl
-HELM := $(CLUSTER)/bin/helm
+# Tests, demo and benchmarks delete things: they see the cluster of `make up` only, whatever KUBECONFIG a shell has set.
+# `make install` alone goes to the cluster that KUBECONFIG names, if it names one.
+GIVEN_KUBECONFIG := $(KUBECONFIG)
+override export KUBECONFIG := $(CURDIR)/$(CLUSTER)/kubeconfig
+HELM_ARGS ?=
 STAMP := $(VENV)/.requirements
 SOURCES := operator engine_image tests examples docs
 
 .PHONY: help
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- Python environment ------------------------------------------------------------------------------------------
 $(STAMP): requirements.lock pyproject.toml
@@ -51,10 +53,11 @@ component: $(STAMP) ## Real sockets and processes on loopback and in own network
 	$(BIN)/pytest -q tests/component
 
 .PHONY: golden
-golden: $(STAMP) ## Write the generated files anew: CRD and golden test data
+golden: $(STAMP) ## Write the generated files anew: CRD, docs/api.md, golden test data, transcripts
 	$(BIN)/python -m dp_operator.crd crds/dataparallel.io_dataparalleldeployments.yaml charts/dp-operator/files/dataparallel.io_dataparalleldeployments.yaml
 	PYTHONPATH=operator $(BIN)/python docs/generate_api.py
 	$(BIN)/pytest -q tests/unit/operator --golden
+	UPDATE_GOLDEN=1 $(BIN)/pytest -q tests/unit/handshake/test_protocol_transcripts.py
 
 # --- Cluster -----------------------------------------------------------------------------------------------------------
 .PHONY: up
@@ -69,15 +72,29 @@ down: ## Stop exactly what `make up` started
 images: ## Build both images and load them on every node
 	@$(PYTHON) -m tests.cluster images
 
-.PHONY: install
-install: ## Install or upgrade the operator in the current cluster, by Helm
-	@$(HELM) upgrade --install dp-operator charts/dp-operator --namespace dp-system --create-namespace \
+# $(1): kubeconfig
+define install_with
+	@export KUBECONFIG="$(1)" PATH="$(CURDIR)/$(CLUSTER)/bin:$$PATH"; \
+	for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing: install it, or run make up"; exit 1; }; done; \
+	server=$$(kubectl config view --minify -o 'jsonpath={.clusters[0].cluster.server}'); \
+	test -n "$$server" || { echo "no cluster in $(1): run make up, or set KUBECONFIG"; exit 1; }; \
+	echo "==> installing the operator in $$server (KUBECONFIG=$(1))"; \
+	helm upgrade --install dp-operator charts/dp-operator --namespace dp-system --create-namespace \
 	  --set-string podAnnotations.sources="$$(find operator -name '*.py' -o -name '*.lock' -o -name Dockerfile | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-12)" \
-	  --wait --timeout 120s >/dev/null
-	@echo "==> operator installed in namespace dp-system: $$($(KUBECTL) -n dp-system get pods -o name | tr '\n' ' ')"
+	  --wait --timeout 120s $(HELM_ARGS) >/dev/null; \
+	echo "==> operator installed in namespace dp-system: $$(kubectl -n dp-system get pods -o name | tr '\n' ' ')"
+endef
+
+.PHONY: install
+install: ## Install or upgrade the operator in the cluster of KUBECONFIG, else in that of `make up`; HELM_ARGS for more
+	$(call install_with,$(or $(GIVEN_KUBECONFIG),$(KUBECONFIG)))
+
+.PHONY: install-here
+install-here: up
+	$(call install_with,$(KUBECONFIG))
 
 .PHONY: demo
-demo: up images install ## The whole story: cluster, operator, 8 ranks from pending to ready, completions
+demo: up images install-here ## The whole story: cluster, operator, 8 ranks from pending to ready, completions
 	@$(PYTHON) examples/demo.py
 
 .PHONY: chart
@@ -85,14 +102,19 @@ chart: $(STAMP) up ## Chart tests
 	$(BIN)/pytest -q tests/chart
 
 .PHONY: e2e
-e2e: $(STAMP) up images install ## End-to-end tests on the cluster
+e2e: $(STAMP) up images install-here ## End-to-end tests on the cluster
 	$(BIN)/pytest -q tests/apiserver tests/e2e
 
+.PHONY: survival
+survival: $(STAMP) up ## Kills, partitions and power cuts on the cluster of `make up`, which must live on
+	$(BIN)/pytest -q tests/bed
+
+# `up` is early, because it installs what the component tests need: ip and iptables.
 .PHONY: test
-test: lint unit component chart e2e ## Everything
+test: lint unit up chart component e2e survival ## Everything
 
 .PHONY: bench
-bench: $(STAMP) up images install ## The numbers of docs/performance.md
+bench: $(STAMP) up images install-here ## The numbers of docs/performance.md
 	$(BIN)/python -m tests.bench.operator_bench
 	$(BIN)/python tests/bench/handshake_bench.py
 

@@ -1,5 +1,9 @@
-"""The same cluster by kind, where a container engine answers. Used instead of the embedded bed when it can be."""
+"""The same cluster by kind, where a container engine answers. Used instead of the embedded bed when it can be.
 
+Every checkout has a cluster of its own, named after the checkout's path: none adopts or deletes that of another.
+"""
+
+import hashlib
 import json
 import os
 import shutil
@@ -11,9 +15,15 @@ from .bed import Bed
 from .commands import Words, attempt, run
 from .console import say, step
 from .errors import BedError
-from .paths import AUDIT_LOG, BIN, KUBECONFIG, STATE
+from .paths import AUDIT_LOG, BIN, CHECKOUT, KUBECONFIG, STATE
 
-NAME = "dp-operator"
+
+def cluster_name(checkout: Path) -> str:
+    """Name of the kind cluster of a checkout, and so the beginning of its containers' names."""
+    return f"dp-operator-{hashlib.sha256(str(checkout).encode()).hexdigest()[:8]}"
+
+
+NAME = cluster_name(CHECKOUT)
 
 
 def engine() -> str | None:

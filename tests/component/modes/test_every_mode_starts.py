@@ -33,9 +33,7 @@ SETTINGS = render.Settings(relay_image="relay:1")
 CLONE_NEWNET = 0x40000000
 START_S = 60.0
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"
-)
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 
 def run(*words: str) -> None:
