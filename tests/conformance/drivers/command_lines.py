@@ -14,12 +14,26 @@ from typing import Any
 from tiny_models import make_tiny_models
 
 
-class Accepted(BaseException):  # noqa: N818 - not an error
+class Accepted(BaseException):
     """The line got as far as starting something."""
 
 
 def accept(*_: Any, **__: Any) -> Any:
     raise Accepted
+
+
+def before_imports() -> None:
+    """Older releases ask torch for something that it no longer has."""
+    import torch
+
+    if not hasattr(torch._C._cpu, "_is_avx512_supported"):
+        torch._C._cpu._is_avx512_supported = lambda: False
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.models import registry
+
+        # A subprocess that asks what a model can do would lack the above.
+        if hasattr(registry, "_run_in_subprocess"):
+            registry._run_in_subprocess = lambda function: function()
 
 
 def patch(serve: Any) -> None:
@@ -73,6 +87,7 @@ def judge(line: str, model: str) -> str | None:
 
 
 def run(settings: dict[str, Any]) -> None:
+    before_imports()
     from vllm.entrypoints.cli import serve
 
     models = make_tiny_models(settings["folder"])

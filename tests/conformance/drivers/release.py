@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 
 import command_lines
 import engines
@@ -38,6 +39,8 @@ def run_case(settings: dict[str, object]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         CASES[str(settings["kind"])](settings)
+    except BaseException as failure:
+        print(json.dumps({"error": repr(failure), "trace": traceback.format_exc()[-3000:]}), flush=True)
     finally:
         # vLLM's client leaves threads behind that would keep the interpreter.
         os._exit(0)
