@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 
+import aiohttp
 import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -102,7 +103,7 @@ async def _first_lists(reconciler: Reconciler, stop: asyncio.Event) -> bool:
     while not stop.is_set():
         try:
             await reconciler.resync()
-        except (ApiError, OSError, TimeoutError) as error:
+        except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
             log.warning("cannot list yet, trying again: %s", error)
             await asyncio.sleep(1)
         else:

@@ -93,6 +93,14 @@ class Cache:
             self._owned.setdefault(owner, {})[kind, meta["name"]] = kept
         return _key(kind, kept)
 
+    def revive(self, kind: str, obj: Object) -> Key | None:
+        """Take in an object that the API server has just shown, although it seemed to be gone for good.
+
+        A watch by label says DELETED also when somebody takes the label away.
+        """
+        self._gone.pop(obj["metadata"]["uid"], None)
+        return self.put(kind, obj)
+
     def remove(self, kind: str, obj: Object) -> Key | None:
         """Note that an object is gone for good. Returns the custom resource concerned."""
         meta = obj["metadata"]

@@ -79,7 +79,7 @@ class Client:
         method: str,
         path: str,
         *,
-        body: Object | None = None,
+        body: Object | list[Object] | None = None,
         params: dict[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Object:
@@ -93,7 +93,7 @@ class Client:
         method: str,
         path: str,
         *,
-        body: Object | None = None,
+        body: Object | list[Object] | None = None,
         params: dict[str, str] | None = None,
         content_type: str = "application/json",
     ) -> bytes:
@@ -150,6 +150,28 @@ class Client:
             body=manifest,
             params={"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"},
             content_type="application/apply-patch+yaml",
+        )
+
+    async def take_over(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        """Make what we POSTed ours in the sense of server-side apply.
+
+        Otherwise fields that a later intent leaves out would stay for ever: the POST owns them as an "Update". This
+        is what client-go's csaupgrade does.
+        """
+        existing = await self.get(kind, namespace, name)
+        meta = existing["metadata"]
+        entries = meta.get("managedFields") or []
+        posted = [e for e in entries if e.get("manager") == MANAGER and e.get("operation") == "Update"]
+        applied = any(e.get("manager") == MANAGER and e.get("operation") == "Apply" for e in entries)
+        if meta["uid"] != uid or applied or not posted:
+            return
+        posted[0]["operation"] = "Apply"
+        change = [
+            {"op": "replace", "path": "/metadata/managedFields", "value": entries},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
+        ]
+        await self.request(
+            "PATCH", path(kind, namespace, name), body=change, content_type="application/json-patch+json"
         )
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> Object:

@@ -16,6 +16,8 @@ K = TypeVar("K", bound=Hashable)
 
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 60.0
+# Due within this time counts as due: a wait shorter than the clock's tick would end before it began.
+_TICK_S = 0.001
 
 
 class Queue(Generic[K]):
@@ -86,7 +88,7 @@ class Queue(Generic[K]):
         """Wait for the next key; the caller must call done() with it."""
         while True:
             now = asyncio.get_running_loop().time()
-            while self._heap and self._heap[0][0] <= now:
+            while self._heap and self._heap[0][0] <= now + _TICK_S:
                 due, _, key = heapq.heappop(self._heap)
                 if self._due.get(key) == due:  # otherwise it was moved or added meanwhile
                     self.add(key)

@@ -81,7 +81,7 @@ class Reconciler:
         self._followed: dict[Key, str] = {}
         self._relisted = asyncio.Event()
         self._errands: set[asyncio.Task[None]] = set()
-        self._live: set[str] = set()  # incarnations of the resource at hand whose objects have all been made
+        self._live: dict[str, set[str]] = {}  # uid -> incarnations whose objects have all been made
         self._refused_specs: dict[str, set[tuple[str, str]]] = {}  # uid -> kept objects that this spec cannot have
         self._generations: dict[str, int] = {}  # uid -> generation that was last looked at
 
@@ -250,7 +250,7 @@ class Reconciler:
             elif not await self._write_status(key, raw, decided):
                 return
         self._prune(uid, {entry.incarnation for entry in decided.status.groups})
-        self._live = {entry.incarnation for entry in decided.status.groups if entry.created_at}
+        self._live[uid] = {entry.incarnation for entry in decided.status.groups if entry.created_at}
         acted = await self._act(uid, decided)
         for event in decided.events:
             await self._post(raw, event)
@@ -271,6 +271,7 @@ class Reconciler:
         self._verdicts.pop(uid, None)
         self._rounds.pop(uid, None)
         self._generations.pop(uid, None)
+        self._live.pop(uid, None)
         self._refused_specs.pop(uid, None)
         self._prune(uid, set())
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
@@ -392,7 +393,7 @@ class Reconciler:
             if error.status not in (400, 403, 422):
                 raise
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
-            if incarnation in self._live:
+            if incarnation in self._live.get(uid, set()):
                 # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group.
                 self._blocked[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
                 self._later(uid, STRANGER_RECHECK_S)

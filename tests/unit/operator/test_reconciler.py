@@ -1,0 +1,280 @@
+"""The acting side against an API server that is a dictionary here: what is tried is what real ones do rarely.
+
+Deleting, refusing, stealing and relabelling at the right moment is what the fake is for; the real server is asked by
+the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dp_operator import api, naming
+from dp_operator.client import ApiError
+from dp_operator.reconciler import Reconciler
+from tests.unit.operator.world import SETTINGS, spec
+
+pytestmark = pytest.mark.looptime
+
+KEY = ("ns", "web")
+
+
+class Server:
+    """Objects by kind and name, a log of writes, and refusals on demand."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.calls: list[str] = []
+        self.refuse: dict[tuple[str, str], ApiError] = {}  # (verb, kind) -> error
+        self.finalizers: set[str] = set()
+        self._numbers = itertools.count(10)
+
+    def _stamped(self, obj: dict[str, Any]) -> dict[str, Any]:
+        obj["metadata"]["resourceVersion"] = str(next(self._numbers))
+        return copy.deepcopy(obj)
+
+    def _may(self, verb: str, kind: str, name: str) -> None:
+        self.calls.append(f"{verb} {kind} {name}")
+        if (verb, kind) in self.refuse:
+            raise self.refuse[verb, kind]
+
+    def resource(self, *, uid: str = "uid-1", generation: int = 1, **changes: Any) -> dict[str, Any]:
+        obj = {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "metadata": {"name": "web", "namespace": "ns", "uid": uid, "generation": generation},
+            "spec": spec(**changes),
+        }
+        old = self.objects.get((api.KIND, "web"))
+        if old and old["metadata"]["uid"] == uid:
+            obj["status"] = old.get("status", {})
+        self.objects[api.KIND, "web"] = obj
+        return self._stamped(obj)
+
+    async def create(self, manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind == "Event" or dry_run:
+            return manifest
+        self._may("create", kind, name)
+        if (kind, name) in self.objects:
+            raise ApiError(409, "AlreadyExists", "exists")
+        obj = copy.deepcopy(manifest)
+        obj["metadata"]["uid"] = f"object-{next(self._numbers)}"
+        if kind == "Service":
+            obj["spec"].setdefault("clusterIP", "198.19.0.7")
+        self.objects[kind, name] = obj
+        return self._stamped(obj)
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        self.calls.append(f"get {kind} {name}")
+        if (kind, name) not in self.objects:
+            raise ApiError(404, "NotFound", name)
+        return copy.deepcopy(self.objects[kind, name])
+
+    async def take_over(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        self.calls.append(f"take over {kind} {name}")
+
+    async def apply(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        self._may("apply", kind, name)
+        obj = self.objects[kind, name]
+        obj["spec"] = copy.deepcopy(manifest["spec"])
+        obj["metadata"]["labels"] = dict(manifest["metadata"]["labels"])
+        return self._stamped(obj)
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> dict[str, Any]:
+        self._may("delete", kind, name)
+        if kind == "Pod" or name in self.finalizers:
+            self.objects[kind, name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+            return self._stamped(self.objects[kind, name])
+        del self.objects[kind, name]
+        return {"kind": "Status"}
+
+    async def put_status(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append("status")
+        stored = self.objects[api.KIND, "web"]
+        stored["status"] = copy.deepcopy(obj["status"])
+        return self._stamped(stored)
+
+    async def log(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.objects[api.KIND, "web"]["status"]
+        return found
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return next(c for c in self.status()["conditions"] if c["type"] == kind)
+
+
+def operator(server: Server) -> Reconciler:
+    return Reconciler(server, SETTINGS, namespaces=[])  # type: ignore[arg-type]
+
+
+def show(made: Reconciler, resource: dict[str, Any]) -> None:
+    made.seen(api.KIND, {"type": "MODIFIED", "object": resource})
+
+
+async def test_a_second_change_of_a_policy_is_applied_like_the_first():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource(replicas=0))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    for generation, api_from in ((2, [{"podSelector": {"matchLabels": {"a": "1"}}}]), (3, [])):
+        show(made, server.resource(replicas=0, generation=generation, networkPolicy={"apiFrom": api_from}))
+        await asyncio.sleep(5)
+    task.cancel()
+    assert len(server.objects["NetworkPolicy", "web"]["spec"]["ingress"]) == 2, "nobody may reach the API now"
+
+
+async def test_one_groups_refused_object_does_not_keep_another_groups_dead_head_alive():
+    server = Server()
+    made = operator(server)
+    create = server.create
+
+    async def but_not_group_1(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        if manifest["kind"] == "StatefulSet" and manifest["metadata"]["labels"][naming.LABEL_GROUP] == "1":
+            raise ApiError(403, "Forbidden", "exceeded quota")
+        return await create(manifest, dry_run=dry_run)
+
+    server.create = but_not_group_1  # type: ignore[method-assign]
+    show(made, server.resource(replicas=2))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    head = next(o for (kind, name), o in server.objects.items() if kind == "Pod" and "-0-" in name)
+    ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z", "message": "x"}
+    head["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
+    made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(head)})
+    await asyncio.sleep(10)
+    task.cancel()
+    made.close()
+    assert f"delete Pod {head['metadata']['name']}" in server.calls
+
+
+async def test_an_object_that_lost_our_label_is_found_again_without_a_storm():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource(replicas=0))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    before = copy.deepcopy(server.objects["Service", "web"])
+    server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_MANAGED_BY] = "Helm"
+    server._stamped(server.objects["Service", "web"])
+    server.calls.clear()
+    made.seen("Service", {"type": "DELETED", "object": before})
+    await asyncio.sleep(60)
+    task.cancel()
+    made.close()
+    assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_MANAGED_BY] == naming.MANAGER
+    assert len(server.calls) < 20, Counter(server.calls)
+
+
+async def test_a_pod_that_lost_our_label_is_deleted_rather_than_left_with_traffic():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource())
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    name = next(name for kind, name in server.objects if kind == "Pod")
+    made.seen("Pod", {"type": "DELETED", "object": copy.deepcopy(server.objects["Pod", name])})
+    await asyncio.sleep(5)
+    task.cancel()
+    made.close()
+    assert f"delete Pod {name}" in server.calls
+
+
+async def test_a_taken_name_is_said_once_and_asked_about_without_writing():
+    server = Server()
+    strange = {"kind": "Service", "metadata": {"name": "web", "namespace": "ns", "uid": "x", "labels": {}}, "spec": {}}
+    server.objects["Service", "web"] = strange
+    made = operator(server)
+    show(made, server.resource(replicas=0))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(10)
+    assert server.condition("Stalled")["reason"] == "NameTaken"
+    server.calls.clear()
+    await asyncio.sleep(600)
+    assert not [line for line in server.calls if not line.startswith("get ")], "only questions"
+    del server.objects["Service", "web"]
+    await asyncio.sleep(60)
+    task.cancel()
+    made.close()
+    assert server.condition("Stalled")["status"] == "False"
+    assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-1"
+
+
+async def test_what_is_left_of_a_resource_of_the_same_name_is_waited_for_and_no_stranger():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource(replicas=0))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    old = copy.deepcopy(server.objects["Service", "web"])
+    made.seen(api.KIND, {"type": "DELETED", "object": copy.deepcopy(server.objects[api.KIND, "web"])})
+    show(made, server.resource(uid="uid-2", replicas=0))
+    await asyncio.sleep(3)
+    assert server.condition("Stalled")["status"] == "False"
+    for kind in ("Service", "NetworkPolicy"):
+        del server.objects[kind, "web"]
+    made.seen("Service", {"type": "DELETED", "object": old})
+    await asyncio.sleep(5)
+    task.cancel()
+    made.close()
+    assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-2"
+    assert server.objects["NetworkPolicy", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-2"
+
+
+async def test_a_finalizer_on_one_of_our_objects_makes_no_storm_of_deletes():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource())
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    server.finalizers = {name for kind, name in server.objects if kind == "PodDisruptionBudget"}
+    server.calls.clear()
+    show(made, server.resource(generation=2, replicas=0))
+    await asyncio.sleep(120)
+    task.cancel()
+    made.close()
+    assert len([line for line in server.calls if line.startswith("delete PodDisruptionBudget")]) <= 2
+
+
+async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_before():
+    server = Server()
+    made = operator(server)
+    server.refuse["create", "NetworkPolicy"] = ApiError(422, "Invalid", "apiFrom is nonsense")
+    show(made, server.resource(replicas=0))
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(300)
+    assert server.calls.count("create NetworkPolicy web") == 1
+    assert "nonsense" in server.condition("Stalled")["message"]
+    server.refuse.clear()
+    show(made, server.resource(replicas=0, generation=2))
+    await asyncio.sleep(5)
+    task.cancel()
+    made.close()
+    assert ("NetworkPolicy", "web") in server.objects
+    assert server.condition("Stalled")["status"] == "False"
+
+
+async def test_a_rpc_service_that_cannot_be_made_again_ends_no_serving_group():
+    server = Server()
+    made = operator(server)
+    show(made, server.resource())
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    name = next(name for kind, name in server.objects if kind == "Service" and name.endswith("-rpc"))
+    old = server.objects.pop(("Service", name))
+    server.refuse["create", "Service"] = ApiError(422, "Invalid", "provided IP is already allocated")
+    made.seen("Service", {"type": "DELETED", "object": old})
+    await asyncio.sleep(60)
+    task.cancel()
+    made.close()
+    assert [g.get("state") for g in server.status()["groups"]] in ([None], ["Starting"])
+    assert "lastFailures" not in server.status()["groups"][0]
