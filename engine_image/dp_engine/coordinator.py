@@ -58,7 +58,7 @@ class Coordinator:
         """Publish the counts. Call when `timeout_s` has passed without a frame."""
         counts = self._snapshot if self._snapshot is not None else self._counts
         # What came after the snapshot still has to be told.
-        self._changed = self._snapshot is not None and self._snapshot != self._counts
+        self._changed = self._snapshot is not None
         self._snapshot = None
         self._published_s = now
         return [self._publish(counts)]
@@ -72,7 +72,7 @@ class Coordinator:
             if self._subscribed < self._size:
                 return []
             self.started = True
-            self._published_s = now
+            self._published_s = now - IDLE_INTERVAL_S  # the first counts, all zero, go out at once
             return [Send("back", [wire.COORDINATOR_READY])]
         # A late subscriber needs READY too; those that already run ignore the repetition. Before 0.17 nobody listened.
         greets = frame == wire.SUBSCRIBE and self._wire.late_subscribers

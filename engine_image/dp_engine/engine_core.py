@@ -357,8 +357,12 @@ class EngineCore:
             self._to_client(request.client_index, message)
             return
         self._scheduler.add(request)
-        if self._waves is not None:
-            self._announce(self._waves.request_arrived(request.wave))
+        self._wake_the_others(request.wave)
+
+    def _wake_the_others(self, wave: int) -> None:
+        """There is work: the lock-stepped group must run, unless an administrator has paused this rank."""
+        if self._waves is not None and not self._paused:
+            self._announce(self._waves.request_arrived(wave))
 
     def _strike_on_request(self) -> None:
         options = self._config.options
@@ -395,6 +399,8 @@ class EngineCore:
                 return None, True
             case "pause_scheduler" | "resume_scheduler":
                 self._paused = method == "pause_scheduler"
+                if self._scheduler.unfinished and self._waves is not None:
+                    self._wake_the_others(self._waves.wave)
                 return None, None
             case "is_scheduler_paused":
                 return None, self._paused

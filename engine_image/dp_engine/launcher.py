@@ -121,7 +121,7 @@ def _fork_engine(config: EngineConfig, close: list[int]) -> Child:
     return processes.fork(
         f"EngineCore_DP{rank}",
         lambda: run_engine(config),
-        title=f"VLLM::EngineCore_DP{rank}",
+        title=f"VLLM::EngineCore_DP{rank}" if config.launch.size > 1 else "VLLM::EngineCore",
         command=f"VLLM::DP{rank}",
         close=close,
     )

@@ -94,13 +94,11 @@ def _node_placement(options: Options) -> tuple[int, int]:
     total = workers * options.data_parallel_size
     if options.data_parallel_backend == "ray":
         raise ValueError("--nnodes > 1 is not supported with --data-parallel-backend ray")
-    if options.node_rank >= options.nnodes:
-        raise ValueError(f"--node-rank {options.node_rank} must be less than --nnodes {options.nnodes}")
     if total % options.nnodes:
         raise ValueError(f"the world size {total} is not divisible by --nnodes {options.nnodes}")
-    if options.nnodes > options.data_parallel_size and options.nnodes % options.data_parallel_size:
+    if not 0 <= options.node_rank < options.nnodes:
         raise ValueError(
-            f"--nnodes {options.nnodes} must be divisible by the {options.data_parallel_size} data parallel node groups"
+            f"--node-rank {options.node_rank} must be less than --nnodes {options.nnodes}, and not negative"
         )
     local_world = total // options.nnodes
     return options.node_rank * local_world // workers, max(local_world // workers, 1)
@@ -110,10 +108,6 @@ def _mode(options: Options, wire: Wire) -> tuple[LoadBalancing, int, int]:
     """(load balancing, first rank, local size) in vLLM's order of evaluation. Raises ValueError."""
     size, local = options.data_parallel_size, options.data_parallel_size_local
     start, rank = options.data_parallel_start_rank, options.data_parallel_rank
-    if rank is not None and not 0 <= rank < size:
-        raise ValueError(f"--data-parallel-rank {rank} must be in the range [0, {size})")
-    if options.data_parallel_external_lb and size == 1:
-        raise ValueError("--data-parallel-external-lb can only be set when data_parallel_size > 1")
     if options.data_parallel_external_lb and options.data_parallel_hybrid_lb:
         raise ValueError("--data-parallel-external-lb and --data-parallel-hybrid-lb cannot be enabled together")
     external = options.data_parallel_external_lb or rank is not None
@@ -123,79 +117,127 @@ def _mode(options: Options, wire: Wire) -> tuple[LoadBalancing, int, int]:
             "--data-parallel-external-lb goes with neither --data-parallel-start-rank nor --data-parallel-hybrid-lb"
         )
     node_rank, node_local = _node_placement(options) if options.nnodes > 1 else (0, None)
+    if node_local is not None and size > 1 and options.data_parallel_external_lb:
+        if rank is None and wire.node_rank_must_name_a_rank and options.nnodes % size:
+            raise ValueError(
+                f"--node-rank cannot unambiguously identify external data-parallel ranks: --nnodes {options.nnodes} is "
+                f"not divisible by --data-parallel-size {size}"
+            )
+        rank = node_rank if rank is None else rank
+    elif node_local is not None and local is None:
+        local = node_local
     if external:
+        if rank is None:
+            raise ValueError("--data-parallel-external-lb requires --data-parallel-rank, or --nnodes and --node-rank")
         if local not in {None, 1}:
             raise ValueError(f"--data-parallel-rank requires --data-parallel-size-local 1, not {local}")
-        if rank is None and (node_local or 1) > 1:
-            raise ValueError(
-                f"--node-rank cannot unambiguously identify external data-parallel ranks: a node holds {node_local}"
-            )
-        return "external", node_rank if rank is None else rank, 1
-    if local is None and node_local is not None and not options.data_parallel_hybrid_lb:
-        local = node_local
+        return "external", rank, 1
     if local is None:
         if options.data_parallel_hybrid_lb:
             raise ValueError("--data-parallel-size-local must be set to use --data-parallel-hybrid-lb")
-        return "internal", start or 0, size
+        return "internal", 0, size  # whatever the start rank says
     first = node_rank if start is None else start
     asked_by_start_rank = start is not None and (start > 0 or wire.start_rank_0_is_hybrid)
-    hybrid = options.data_parallel_hybrid_lb or (asked_by_start_rank and not options.headless)
-    if not hybrid or local == size:
+    if not options.data_parallel_hybrid_lb and not (asked_by_start_rank and not options.headless):
         return "internal", first, local
-    return ("external" if local == 1 else "hybrid"), first, local
+    if local == 1:
+        return "external", first, local
+    return ("internal" if local == size else "hybrid"), first, local
 
 
-def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, local: int, *, moe: bool) -> None:
+def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, first: int, local: int, *, moe: bool) -> None:
     """Refusals that do not depend on how the mode was found. Raises ValueError naming the flags."""
     size = options.data_parallel_size
+    by_flag = options.data_parallel_external_lb or options.data_parallel_rank is not None
     if size < 1:
         raise ValueError(f"--data-parallel-size must be at least 1, not {size}")
     if options.data_parallel_backend not in {"mp", "ray"}:
         raise ValueError(f"--data-parallel-backend can only be ray or mp, not {options.data_parallel_backend!r}")
     if options.data_parallel_backend == "ray":
         raise ValueError("--data-parallel-backend ray needs a Ray cluster: the stand-in engine has none")
-    if options.data_parallel_hybrid_lb and options.headless:
-        raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
-    if options.headless and (options.api_server_count or 0) > (0 if wire.headless_refuses_count else 1):
-        raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
     if local > size:
         raise ValueError(f"--data-parallel-size-local {local} must be <= data_parallel_size {size}")
     if local < 0:
         raise ValueError(f"--data-parallel-size-local must be >= 0, not {local}")
-    if options.headless and local == 0:
-        raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
-    if load_balancing == "external" and size > 1 and not moe and wire.dense_external == "refused":
+    if load_balancing == "external" and size == 1 and wire.external_needs_a_group:
+        raise ValueError("--data-parallel-external-lb can only be set when data_parallel_size > 1")
+    if size > 1 and not 0 <= first < size:
+        raise ValueError(f"--data-parallel-rank {first} must be in the range [0, {size})")
+    # A hybrid node of one rank becomes external without this check, and fails later for want of a coordinator.
+    if by_flag and size > 1 and not moe and wire.dense_external == "refused":
         raise ValueError("Non-MoE models do not support external data parallel mode (--data-parallel-external-lb)")
-    if options.eplb and not options.expert_parallel:
-        raise ValueError("--enable-eplb requires --enable-expert-parallel")
-    if options.elastic_ep:
-        if not options.eplb:
-            raise ValueError("--enable-elastic-ep requires --enable-eplb")
-        if options.pipeline_parallel_size > 1:
-            raise ValueError("--enable-elastic-ep requires --pipeline-parallel-size 1")
+    if options.nnodes > 1 and load_balancing != "external" and options.nnodes % max(size // max(local, 1), 1):
+        raise ValueError(
+            f"--nnodes {options.nnodes} must be divisible by the {size // local} data parallel node groups"
+        )
+    if options.headless:
+        if (options.api_server_count or 0) > (0 if wire.headless_refuses_count else 1):
+            raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
         if load_balancing == "hybrid":
-            raise ValueError("--enable-elastic-ep cannot be used with --data-parallel-hybrid-lb")
-    if options.fault_tolerance and (load_balancing != "external" or options.api_server_count not in {None, 1}):
+            raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
+        if local == 0:
+            raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
+    _check_experts(options, load_balancing)
+    if options.fault_tolerance and (not by_flag or options.api_server_count not in {None, 1}):
         raise ValueError("--enable-fault-tolerance requires external load balancing and --api-server-count 1")
     if options.sync_interval_steps is not None and options.sync_interval_steps < 1:
         raise ValueError(f"--dp-sync-interval must be at least 1, not {options.sync_interval_steps}")
-    if not options.headless and options.api_server_count is not None and options.api_server_count < 1:
-        raise ValueError(f"--api-server-count must be at least 1, not {options.api_server_count}")
+
+
+def _check_experts(options: Options, load_balancing: LoadBalancing) -> None:
+    """What expert parallelism asks for. Raises ValueError."""
+    if options.eplb:
+        if options.platform not in {None, "cuda", "rocm", "xpu"}:
+            raise ValueError(
+                f"--enable-eplb is only supported on CUDA, ROCm and XPU devices, not on {options.platform}"
+            )
+        if not options.expert_parallel:
+            raise ValueError("--enable-eplb requires --enable-expert-parallel")
+        if options.tensor_parallel_size * options.data_parallel_size <= 1:
+            raise ValueError("--enable-eplb requires --tensor-parallel-size or --data-parallel-size above 1")
+    if not options.elastic_ep:
+        return
+    if not options.eplb:
+        raise ValueError("--enable-elastic-ep requires --enable-eplb")
+    if options.pipeline_parallel_size > 1:
+        raise ValueError("--enable-elastic-ep requires --pipeline-parallel-size 1")
+    if load_balancing == "hybrid":
+        raise ValueError("--enable-elastic-ep cannot be used with --data-parallel-hybrid-lb")
+    largest = options.elastic_ep_max_dp_size
+    if largest is not None and largest < options.data_parallel_size:
+        raise ValueError(
+            f"--elastic-ep-max-dp-size {largest} must be at least --data-parallel-size {options.data_parallel_size}"
+        )
+
+
+def _api_servers(options: Options, wire: Wire) -> int:
+    """How many API servers a serving node starts when nothing is said: since 0.15 one per engine that it manages."""
+    if options.api_server_count is not None:
+        count = options.api_server_count
+    elif not wire.api_servers_derived or options.data_parallel_external_lb or options.data_parallel_rank is not None:
+        count = 1
+    elif options.data_parallel_hybrid_lb or options.data_parallel_start_rank is not None:
+        count = options.data_parallel_size_local or 1
+    else:
+        count = options.data_parallel_size
+    return min(count, 1) if options.elastic_ep else count
 
 
 def _resolve_supervisor(options: Options, *, moe: bool) -> Launch:
     """A node whose supervisor starts one external server per local rank. Raises ValueError."""
-    size, start = options.data_parallel_size, options.data_parallel_start_rank or 0
+    size, local = options.data_parallel_size, options.data_parallel_size_local or 0
+    start = options.data_parallel_start_rank
+    if start is None:
+        start = options.node_rank * local
     flag = "--data-parallel-multi-port-external-lb"
     if options.data_parallel_rank is not None or options.data_parallel_external_lb or options.data_parallel_hybrid_lb:
         raise ValueError(
             f"{flag} goes with none of --data-parallel-rank, --data-parallel-external-lb, --data-parallel-hybrid-lb"
         )
-    if options.headless:
-        raise ValueError(f"{flag} cannot be used with --headless")
-    if options.api_server_count not in {None, 1}:
-        raise ValueError(f"{flag} requires --api-server-count 1")
-    local = size if options.data_parallel_size_local is None else options.data_parallel_size_local
+    if options.headless or options.api_server_count not in {None, 1}:
+        raise ValueError(f"{flag} requires --api-server-count 1 and no --headless")
+    if bool(options.ssl_keyfile) != bool(options.ssl_certfile):
+        raise ValueError("--ssl-keyfile and --ssl-certfile must be provided together")
     if size < 2 or local < 2 or size % local:
         raise ValueError(
             f"{flag} requires --data-parallel-size >= 2 and a --data-parallel-size-local >= 2 that divides it"
@@ -207,7 +249,8 @@ def _resolve_supervisor(options: Options, *, moe: bool) -> Launch:
             f"--data-parallel-supervisor-port {options.supervisor_port} is one of the servers' ports "
             f"{options.port}-{options.port + local - 1}"
         )
-    _check(options, wire_of(options.version), "external", 1, moe=moe)
+    one = msgspec.structs.replace(options, data_parallel_external_lb=True, nnodes=1)
+    _check(one, wire_of(options.version), "external", start, 1, moe=moe)
     return Launch(
         load_balancing="external",
         size=size,
@@ -257,29 +300,29 @@ def resolve(options: Options, *, moe: bool, env: Mapping[str, str] | None = None
         return _resolve_supervisor(options, moe=moe)
     if (offline := _offline(options, wire, env or {}, moe=moe)) is not None:
         return offline
-    headless = options.headless or (options.api_server_count == 0 and not wire.headless_refuses_count)
+    # No API server at all is another way to say headless.
+    count = options.api_server_count
+    headless = options.headless or (count is not None and count < 1)
     options = msgspec.structs.replace(options, headless=headless)
-    load_balancing, start_rank, local = _mode(options, wire)
-    _check(options, wire, load_balancing, local, moe=moe)
+    load_balancing, first, local = _mode(options, wire)
+    _check(options, wire, load_balancing, first, local, moe=moe)
     size = options.data_parallel_size
-    if load_balancing == "internal" and not headless and start_rank > 0:
+    if load_balancing == "internal" and not headless and first > 0:
         raise ValueError(
-            f"found internal DPLB, which is incompatible with --data-parallel-start-rank {start_rank}: "
+            f"found internal DPLB, which is incompatible with --data-parallel-start-rank {first}: "
             "the node that serves the API holds rank 0"
         )
-    # Since 0.15 an unset count means one API server per engine that the front end manages.
-    derived = {"internal": size, "hybrid": local, "external": 1}[load_balancing] if wire.api_servers_derived else 1
     address = options.data_parallel_address or options.master_addr
     return Launch(
         load_balancing=load_balancing,
         size=size,
         size_local=local,
-        start_rank=start_rank,
+        start_rank=first,
         headless=headless,
-        api_servers=0 if headless else options.api_server_count or derived,
+        api_servers=0 if headless else _api_servers(options, wire),
         address="127.0.0.1" if size == 1 else address,
         rpc_port=options.data_parallel_rpc_port,
         moe=moe,
         dense_lock_step=wire.dense_lock_step,
-        without_coordinator=load_balancing == "external" and not moe and wire.dense_external == "starts",
+        without_coordinator=load_balancing == "external" and not moe and wire.dense_external != "works",
     )

@@ -167,6 +167,8 @@ def run(argv: list[str]) -> int:
     size, nodes = asked.data_parallel_size, asked.nnodes
     if size % nodes or not 0 <= asked.node_rank < nodes:
         raise ValueError(f"--data-parallel-size {size} must be divisible by --nnodes {nodes}, and --node-rank below it")
+    if nodes > 1 and own.dp_master_port is None:
+        raise ValueError("--nnodes > 1 needs --dp-master-port, the same on every node")
     with open(own.prompts, encoding="utf-8") as file:
         prompts = [line.rstrip("\n") for line in file if line.strip()]
     # To each rank's process the group is known by the variables alone.

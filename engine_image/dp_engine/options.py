@@ -115,6 +115,7 @@ class Options(Struct, frozen=True, kw_only=True):
     device_ids: tuple[str, ...] | None
     sync_interval_steps: int | None
     elastic_ep: bool
+    elastic_ep_max_dp_size: int | None
     fault_tolerance: bool
     shutdown_timeout_s: float
     max_model_len: int
@@ -326,6 +327,7 @@ def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Opti
         device_ids=None if parsed.device_ids is None else tuple(parsed.device_ids.split(",")),
         sync_interval_steps=parsed.dp_sync_interval,
         elastic_ep=parsed.enable_elastic_ep,
+        elastic_ep_max_dp_size=parsed.elastic_ep_max_dp_size,
         fault_tolerance=parsed.enable_fault_tolerance,
         shutdown_timeout_s=parsed.shutdown_timeout,
         max_model_len=parsed.max_model_len,

@@ -1,7 +1,7 @@
 """The multi-port supervisor: one external-load-balancing server per local rank, and one health page for the node.
 
-Its page is served only once every server has been healthy; from then on a server that ends, or fails too many probes in
-a row, ends the node with status 1 (protocol notes §1.1, `--data-parallel-multi-port-external-lb`).
+Its page is served only once every server has been healthy; from then on a server that ends or fails its probes ends the
+node. The status is 0 whatever the reason, as in vLLM (protocol notes §1.1, `--data-parallel-multi-port-external-lb`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from enum import Enum
 
 import aiohttp
 from aiohttp import web
@@ -19,24 +20,37 @@ from dp_engine.modes import Launch
 from dp_engine.options import Options
 from dp_engine.processes import Child
 
+CHILD_EXIT_GRACE_S = 5.0
+
+
+class Probe(Enum):
+    """What one server answered."""
+
+    WELL = "well"
+    UNWELL = "unwell"  # anything but 200
+    SILENT = "silent"  # no answer
+
 
 class Health:
-    """What the probes have shown: pure. `threshold` failures in a row count only after all have been healthy once."""
+    """What the probes have shown: pure. Failures count only after all servers have been well at once.
+
+    From then on one that is unwell has failed; one that is silent has when it was so `threshold` times in a row.
+    """
 
     def __init__(self, *, children: int, threshold: int) -> None:
-        self._failures = [0] * children
+        self._silences = [0] * children
         self._threshold = threshold
         self.ready = False
-        self.failed: int | None = None  # index of the first child that failed too often
+        self.failed: int | None = None  # index of the first server that failed
 
-    def probed(self, healthy: list[bool]) -> None:
-        """Take one round of probes, one answer a child."""
+    def probed(self, found: list[Probe]) -> None:
+        """Take one round of probes, one answer a server."""
         if not self.ready:
-            self.ready = all(healthy)
+            self.ready = all(probe is Probe.WELL for probe in found)
             return
-        for index, well in enumerate(healthy):
-            self._failures[index] = 0 if well else self._failures[index] + 1
-            if self._failures[index] >= self._threshold and self.failed is None:
+        for index, probe in enumerate(found):
+            self._silences[index] = self._silences[index] + 1 if probe is Probe.SILENT else 0
+            if self.failed is None and (probe is Probe.UNWELL or self._silences[index] >= self._threshold):
                 self.failed = index
 
 
@@ -54,27 +68,28 @@ def child_options(options: Options, launch: Launch, index: int) -> Options:
 
 
 def supervise(options: Options, launch: Launch, serve: Callable[..., int]) -> int:
-    """Run a node of several servers until SIGTERM (status 0) or until one of them fails (status 1)."""
+    """Run a node of several servers until SIGTERM or until one of them fails. The status is 0 either way."""
     children: list[Child] = []
     try:
         for index in range(launch.children):
             mine = child_options(options, launch, index)
             rank = launch.start_rank + index
-            name = f"DPServer_{rank}"
+            name = f"APIServer_DP{rank}"
             logs.info(f"Starting the server of rank {rank} on port {mine.port}")
             child = processes.fork(
                 name,
                 lambda mine=mine, index=index: serve(mine, first_local_rank=index),  # type: ignore[misc]
                 title=f"VLLM::{name}",
-                command=f"VLLM::DPS_{rank}",
+                command=f"VLLM::API_DP{rank}",
             )
             children.append(child)
-        return asyncio.run(_watch(options, launch, children))
+        asyncio.run(_watch(options, launch, children))
     finally:
-        processes.stop(children, grace_s=options.shutdown_timeout_s + 10)
+        processes.stop(children, grace_s=CHILD_EXIT_GRACE_S)
+    return 0
 
 
-async def _watch(options: Options, launch: Launch, children: list[Child]) -> int:
+async def _watch(options: Options, launch: Launch, children: list[Child]) -> None:
     loop = asyncio.get_running_loop()
     stop, ended = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,17 +106,15 @@ async def _watch(options: Options, launch: Launch, children: list[Child]) -> int
         loop.remove_reader(child.pidfd)
     for task in waits:
         task.cancel()
-    try:
-        if stop.is_set():
-            logs.info("Supervisor: stopping the servers")
-            return 0
-        if ended.is_set():
-            logs.error(f"Server process(es) ended: {processes.finished(children)}; stopping the others")
-        elif probing.done() and (failure := probing.exception()) is not None:
-            logs.error(f"Supervisor: {failure}")
-        return 1
-    finally:
-        await runner.cleanup()
+    if stop.is_set():
+        logs.info("Supervisor: stopping the servers")
+    elif ended.is_set():
+        logs.error(f"Server process(es) ended: {processes.finished(children)}; stopping the others")
+    elif probing.done() and (failure := probing.exception()) is not None:
+        logs.error(f"Supervisor: {failure}")
+    stop.set()  # the page says 503 while the servers drain
+    await asyncio.to_thread(processes.stop, children, grace_s=options.shutdown_timeout_s + CHILD_EXIT_GRACE_S)
+    await runner.cleanup()
 
 
 def _application(health: Health, stop: asyncio.Event) -> web.Application:
@@ -124,21 +137,19 @@ async def _probe(options: Options, launch: Launch, health: Health, runner: web.A
     shown = f"[{host}]" if host is not None and ":" in host else host
     urls = [f"{scheme}://{shown}:{options.port + index}/health" for index in range(launch.children)]
 
-    async def is_well(session: aiohttp.ClientSession, url: str) -> bool:
+    async def ask(session: aiohttp.ClientSession, url: str) -> Probe:
         try:
             # The servers' certificates name the node, not this loopback address.
             async with session.get(url, ssl=False) as response:
-                return response.status == 200
+                return Probe.WELL if response.status == 200 else Probe.UNWELL
         except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+            return Probe.SILENT
 
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
-            health.probed(list(await asyncio.gather(*(is_well(session, url) for url in urls))))
+            health.probed(list(await asyncio.gather(*(ask(session, url) for url in urls))))
             if health.failed is not None:
-                logs.error(
-                    f"Server of rank {launch.start_rank + health.failed} failed {options.probe_failures} health probes"
-                )
+                logs.error(f"The server of rank {launch.start_rank + health.failed} failed its health probes")
                 return
             if health.ready and not serving:
                 serving = True

@@ -57,6 +57,8 @@ class Wire(Struct, frozen=True, kw_only=True):
     start_rank_0_is_hybrid: bool = False  # --data-parallel-start-rank 0 asks for hybrid, too
     one_mode_only: bool = False  # a rank goes with neither a start rank nor the hybrid flag
     dense_external: Literal["works", "starts", "refused"] = "works"  # "starts": then fails for want of a coordinator
+    external_needs_a_group: bool = False  # external load balancing of a single rank is refused
+    node_rank_must_name_a_rank: bool = False  # external ranks are derived only from nodes that hold one each
     dense_offline: bool = True  # offline data parallelism takes dense models
     # Devices (§6)
     devices: Literal["launcher", "worker", "list"] = "launcher"  # who gives a rank its part of the visible devices
@@ -79,7 +81,7 @@ CHANGES: tuple[Change, ...] = (
         since=(0, 11, 2),
         text="READY carries a hash and the head compares it; external flag; nodes; X-data-parallel-rank; CUDA-like "
         "platforms keep their variable, workers count from their rank on",
-        knobs={"ready_has_hash": True, "rank_header": True, "devices": "worker"},
+        knobs={"ready_has_hash": True, "rank_header": True, "devices": "worker", "external_needs_a_group": True},
         flags=(
             *("data-parallel-external-lb", "dpe", "dph", "nnodes", "n", "node-rank", "r"),
             *("master-addr", "master-port"),
@@ -184,8 +186,9 @@ CHANGES: tuple[Change, ...] = (
     Change(since=(0, 31, 0), text="requests of 22 slots", knobs={"add_layout": "0.31"}),
     Change(
         since=(0, 32, 0),
-        text="INIT: _coord_store_port, from which MoE ranks learn the group's port; outputs: weight_version",
-        knobs={"coord_store": True, "weight_version_slot": True},
+        text="INIT: _coord_store_port, from which MoE ranks learn the group's port; outputs: weight_version; node ranks that name "
+        "no external rank are refused",
+        knobs={"coord_store": True, "weight_version_slot": True, "node_rank_must_name_a_rank": True},
     ),
     Change(
         since=(0, 33, 0),

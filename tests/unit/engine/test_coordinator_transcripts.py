@@ -72,8 +72,10 @@ def test_a_late_subscriber_makes_ready_go_out_again_and_a_leaver_does_not():
     assert core.from_back(b"\0", 1.0) == []
 
 
-def test_counts_are_published_after_100_ms_and_every_5_s_when_nothing_changes():
+def test_counts_are_published_at_once_then_after_100_ms_and_every_5_s_when_nothing_changes():
     core = started(waves=False)
+    assert core.timeout_s(0.0) == 0
+    assert shown(core.tick(0.0)) == [("front", [[[0, 0, 0.0], [0, 0, 0.0]], 0, False])]
     assert core.timeout_s(0.0) == pytest.approx(5.0)
     core.from_engine(says(1, stats=counts(3, 2, kv=0.25)))
     assert core.timeout_s(0.04) == pytest.approx(0.06)

@@ -15,7 +15,7 @@ from dp_engine.offline import share
 from dp_engine.openai_schema import chat_logprobs, completion_logprobs
 from dp_engine.options import parse_options
 from dp_engine.scheduler import Scheduler
-from dp_engine.supervisor import Health, child_options
+from dp_engine.supervisor import Health, Probe, child_options
 from dp_engine.versions import wire_of
 from dp_engine.wire import FINISH_NAMES, FinishReason, Request
 
@@ -249,19 +249,25 @@ def test_every_finish_reason_has_vllms_name():
     assert [FINISH_NAMES[reason] for reason in FinishReason] == ["stop", "length", "abort", "error", "repetition"]
 
 
-def test_a_supervisor_is_ready_when_all_are_and_fails_after_the_threshold():
-    health = Health(children=2, threshold=2)
-    for _ in range(5):
-        health.probed([True, False])
-    assert (health.ready, health.failed) == (False, None), "starting takes as long as it takes"
-    health.probed([True, True])
-    assert health.ready
-    health.probed([True, False])
-    health.probed([True, True])
-    health.probed([True, False])
-    assert health.failed is None, "only failures in a row count"
-    health.probed([True, False])
-    assert health.failed == 1
+def probed(*rounds, threshold=2):
+    """Health after rounds of probes such as "ws": the first server well, the second silent (u: unwell)."""
+    health = Health(children=2, threshold=threshold)
+    kinds_of = {"w": Probe.WELL, "u": Probe.UNWELL, "s": Probe.SILENT}
+    for letters in rounds:
+        health.probed([kinds_of[letter] for letter in letters])
+    return health
+
+
+def test_a_supervisor_waits_as_long_as_it_takes_until_all_are_well():
+    waiting = probed("ws", "ws", "uw", "ws", "ss")
+    assert (waiting.ready, waiting.failed) == (False, None)
+    assert probed("ws", "ww").ready
+
+
+def test_then_a_silent_server_has_failed_after_the_threshold_and_an_unwell_one_at_once():
+    assert probed("ww", "ws", "ww", "ws").failed is None, "only silences in a row count"
+    assert probed("ww", "ws", "ws").failed == 1
+    assert probed("ww", "uw").failed == 0
 
 
 def test_a_supervisors_servers_are_external_ranks_on_neighbouring_ports():
@@ -283,7 +289,8 @@ def test_a_supervisors_servers_are_external_ranks_on_neighbouring_ports():
     [
         ("-dp 4 -dpl 2 --port 9255", "is one of the servers' ports 9255-9256"),
         ("-dp 4 -dpl 2 -dpr 3", "leaves no room"),
-        ("-dp 4 -dpl 2 --headless", "cannot be used with --headless"),
+        ("-dp 4 -dpl 2 --headless", "no --headless"),
+        ("-dp 4 -dpl 2 --ssl-keyfile k", "must be provided together"),
         ("-dp 4 -dpl 2 --no-moe", "Non-MoE models"),
     ],
 )
