@@ -36,8 +36,8 @@ def rpc_service(inc: Incarnation, *, cluster_ip: str | None = None) -> Manifest:
     }
 
 
-def disruption_budget(inc: Incarnation, *, pods: int) -> Manifest:
-    """Allow no pod of a group to be evicted alone.
+def disruption_budget(inc: Incarnation, *, pods: int, opened: bool = False) -> Manifest:
+    """Allow no pod of a group to be evicted alone; opened lets evictions through.
 
     An integer, because percentages and maxUnavailable count through the custom resource's scale subresource, which
     counts groups.
@@ -46,7 +46,11 @@ def disruption_budget(inc: Incarnation, *, pods: int) -> Manifest:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": meta(inc, inc.base),
-        "spec": {"minAvailable": pods, "selector": {"matchLabels": incarnation_selector(inc)}},
+        "spec": {
+            "minAvailable": 0 if opened else pods,
+            "selector": {"matchLabels": incarnation_selector(inc)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow" if opened else "IfHealthyBudget",
+        },
     }
 
 
