@@ -66,6 +66,8 @@ RIGHTS = {
     ("", "configmaps"): "get list watch create delete",
     ("policy", "poddisruptionbudgets"): "get list watch create patch update delete",
     ("networking.k8s.io", "networkpolicies"): "get list watch create patch delete",
+    ("scheduling.volcano.sh", "podgroups"): "create",
+    ("scheduling.x-k8s.io", "podgroups"): "create",
     ("", "events"): "create patch",
     ("events.k8s.io", "events"): "create patch",
     ("", "nodes"): "get list watch",

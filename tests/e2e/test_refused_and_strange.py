@@ -14,7 +14,7 @@ from tests.e2e.kube import RefusedError, Space, condition, dpd, until
     [
         ({"dataParallel": {"sizeLocal": 3}}, "write a sizeLocal that divides size"),
         ({"engine": {"args": ["--data-parallel-size", "4"]}}, "a flag the operator owns"),
-        ({"template": {"spec": {}}}, "template is not supported by this release"),
+        ({"template": {"spec": {"restartPolicy": "Always"}}}, "the operator decides restartPolicy"),
     ],
 )
 def test_a_resource_that_makes_no_sense_is_refused_with_what_to_write_instead(

@@ -29,13 +29,13 @@ def ranks_of(spec: Spec, role: str) -> int:
 
 
 def devices_per_rank(spec: Spec) -> int:
-    """Accelerators of one rank."""
-    return spec.tensor_parallel_size * spec.pipeline_parallel_size
+    """Accelerators of one rank; 0 where the engine uses none."""
+    return 0 if spec.devices.assignment == "None" else spec.tensor_parallel_size * spec.pipeline_parallel_size
 
 
 def devices_per_pod(spec: Spec) -> int:
     """Accelerators of one pod that runs size_local ranks."""
-    return spec.data_parallel.size_local * devices_per_rank(spec)
+    return spec.data_parallel.size_local * spec.tensor_parallel_size * spec.pipeline_parallel_size
 
 
 def supervised(spec: Spec) -> bool:
