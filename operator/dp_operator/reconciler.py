@@ -62,6 +62,7 @@ class Reconciler:
         self._settings = settings
         self._namespaces = namespaces or [""]
         self._sees_nodes = not namespaces
+        self._rules: dict[str, tuple[int, list[str]]] = {}  # uid -> generation, what is wrong with its spec
         self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
         self._monitors = monitors(self.queue.add)
         self._clock = clock
@@ -182,7 +183,7 @@ class Reconciler:
                 settings=self._settings,
                 now=now,
                 token=self._chance.randbytes(16),
-                errors=rules.refusals(name=cr.metadata.name, spec=cr.spec),
+                errors=self._refusals(cr),
                 monitor_errors=self._monitors.errors,
                 verdicts=self._verdicts.get(uid, {}),
             )
@@ -203,12 +204,21 @@ class Reconciler:
             # Deadlines are whole seconds; a moment later they have surely passed.
             self.queue.add_after(key, decided.look_again_at - now + 0.05)
 
+    def _refusals(self, cr: api.DataParallelDeployment) -> list[str]:
+        """Why the spec cannot be acted on; asked once per generation."""
+        generation, errors = self._rules.get(cr.metadata.uid, (-1, []))
+        if generation != cr.metadata.generation:
+            errors = rules.refusals(name=cr.metadata.name, spec=cr.spec)
+            self._rules[cr.metadata.uid] = (cr.metadata.generation, errors)
+        return errors
+
     def _forget(self, key: Key, uid: str) -> None:
         self._followed.pop(key, None)
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
         self._strangers.pop(uid, None)
         self._verdicts.pop(uid, None)
+        self._rules.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
 
     def _follow(self, key: Key, cr: api.DataParallelDeployment, picture: Picture) -> None:
