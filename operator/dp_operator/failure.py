@@ -126,6 +126,8 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
     if found:
         return _first_of(found)
     missing = [] if objects.head else [entry.head_pod]
+    if objects.config_map is None and entry.state == "Starting":
+        missing.append("the ConfigMap")  # containers that do not run yet need it; running ones have their copy
     if objects.plan:
         missing += sorted({ws.name for ws in objects.plan.workers} - set(objects.stateful_sets))
     if not missing and entry.scheduled_at and released is not None:

@@ -109,7 +109,13 @@ def revision(spec: Spec) -> str:
     Defaults are left out, spelled out or not, so a newer CRD that adds a defaulted field, or fills defaults in, moves
     nothing.
     """
-    content = _without_defaults(spec)
+    return _revision(msgspec.json.encode(spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _revision(encoded: bytes) -> str:
+    """The revision of an encoded spec. Remembered: every reconcile of an unchanged object asks for it."""
+    content = _without_defaults(msgspec.json.decode(encoded, type=Spec))
     for name in _OUTSIDE_REVISION:
         content.pop(name, None)
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]

@@ -32,7 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dp_operator import disruption, naming, render, rollout, status, versions
-from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Status
+from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
 from dp_operator.failure import LogWanted, judge, log_wanted
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, unready
@@ -42,6 +42,7 @@ _BEING_MADE = "objects are being made"
 # A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
 _STUCK_POD_S = 30.0
 _KEPT_NODES = 8
+_NO_STAGES = Stages()
 
 
 class Create(Struct, frozen=True):
@@ -185,10 +186,12 @@ def plan(situation: Situation) -> Plan:
 
 
 def _moved(before: list[GroupStatus], after: list[GroupStatus]) -> bool:
-    """Whether an entry has come, gone or taken a step, as opposed to a change of words."""
-    return {(e.incarnation, e.state, e.created_at) for e in before} != {
-        (e.incarnation, e.state, e.created_at) for e in after
-    }
+    """Whether anything but words and stages has changed in the ledger."""
+
+    def bones(entries: list[GroupStatus]) -> list[GroupStatus]:
+        return [replace(entry, waiting_for="", stages=_NO_STAGES, head_node="") for entry in entries]
+
+    return before != after and bones(before) != bones(after)
 
 
 def _with_orphans(cr: DataParallelDeployment, picture: Picture) -> list[GroupStatus]:
@@ -738,6 +741,8 @@ def _ensure(situation: Situation, intent: dict[str, Any], draft: _Draft) -> None
 
 def covers(existing: Any, intent: Any) -> bool:
     """Whether everything intended is there. What the API server or others added does not count as a difference."""
+    if existing == intent:
+        return True
     if isinstance(intent, dict):
         return isinstance(existing, dict) and all(covers(existing.get(key), value) for key, value in intent.items())
     if isinstance(intent, list):
@@ -746,4 +751,4 @@ def covers(existing: Any, intent: Any) -> bool:
             and len(existing) == len(intent)
             and all(covers(e, i) for e, i in zip(existing, intent, strict=True))
         )
-    return bool(existing == intent)
+    return False

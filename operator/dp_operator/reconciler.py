@@ -67,6 +67,8 @@ class Reconciler:
         self._settings = settings
         self._namespaces = namespaces or [""]
         self._sees_nodes = not namespaces
+        # uid -> (generation, version in the image), what is wrong with its spec
+        self._rules: dict[str, tuple[tuple[int, str | None], list[str]]] = {}
         self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
         self._monitors = monitors(self.queue.add)
         self._clock = clock
@@ -224,11 +226,7 @@ class Reconciler:
                 settings=self._settings,
                 now=now,
                 token=self._chance.randbytes(16),
-                errors=rules.refusals(
-                    name=cr.metadata.name,
-                    spec=cr.spec,
-                    installed=installed_version(cr.status.groups, naming.revision(cr.spec)) or versions.known(cr.spec),
-                ),
+                errors=self._refusals(cr),
                 monitor_errors=self._monitors.errors,
                 verdicts=self._verdicts.get(uid, {}),
             )
@@ -263,6 +261,16 @@ class Reconciler:
             # Deadlines are whole seconds; a moment later they have surely passed.
             self.queue.add_after(key, decided.look_again_at - now + 0.05)
 
+    def _refusals(self, cr: api.DataParallelDeployment) -> list[str]:
+        """Why the spec cannot be acted on; asked once per generation and version found in the image."""
+        installed = installed_version(cr.status.groups, naming.revision(cr.spec)) or versions.known(cr.spec)
+        asked = (cr.metadata.generation, installed)
+        before, errors = self._rules.get(cr.metadata.uid, (None, []))
+        if before != asked:
+            errors = rules.refusals(name=cr.metadata.name, spec=cr.spec, installed=installed)
+            self._rules[cr.metadata.uid] = (asked, errors)
+        return errors
+
     def _forget(self, key: Key, uid: str) -> None:
         self._followed.pop(key, None)
         self._monitors.follow(key, {})
@@ -274,6 +282,7 @@ class Reconciler:
         self._live.pop(uid, None)
         self._refused_specs.pop(uid, None)
         self._prune(uid, set())
+        self._rules.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
 
     def _forgive(self, uid: str, generation: int) -> None:

@@ -307,6 +307,7 @@ class Cluster:
                 self.create(pod)
             except ApiError:
                 self.after(2, 4, self._fill_set, uid)
+                return
 
     def _refill(self, pod: Object) -> None:
         for owner in pod["metadata"].get("ownerReferences") or []:

@@ -278,7 +278,9 @@ class Watchdog:
         """Whether a pod is ready and was so for the operator when it decided."""
         uid = pod["metadata"]["labels"][naming.LABEL_UID]
         return is_ready(pod) and any(
-            is_ready(obj) for _, obj in process.reconciler.cache.owned(uid) if obj["metadata"]["uid"] == pod["metadata"]["uid"]
+            is_ready(obj)
+            for _, obj in process.reconciler.cache.owned(uid)
+            if obj["metadata"]["uid"] == pod["metadata"]["uid"]
         )
 
     def _budget(self, process: Process, head: Object) -> None:
@@ -565,8 +567,9 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
 # --- playing -----------------------------------------------------------------------------------------------------------
 
 
-async def _play(history: History) -> tuple[str, list[str], int]:
+async def _play(history: History, trace: list[str]) -> tuple[str, int]:
     world = World(history)
+    world.cluster.trace = trace
     broken: list[str] = []
     complaints = Complaints()
     reconciler.log.addHandler(complaints)
@@ -589,7 +592,7 @@ async def _play(history: History) -> tuple[str, list[str], int]:
     finally:
         reconciler.log.removeHandler(complaints)
         world.process.stop()
-    return wrong, world.cluster.trace, world.process.status_writes
+    return wrong, world.process.status_writes
 
 
 async def _rest(world: World, broken: list[str], complaints: Complaints) -> str:
@@ -626,14 +629,16 @@ async def _rest(world: World, broken: list[str], complaints: Complaints) -> str:
 def run(history: History) -> Outcome:
     """Play one history on a virtual clock."""
     loop = Loop()
+    trace: list[str] = []
+    count = 0
     try:
-        wrong, trace, count = loop.run_until_complete(_play(history))
+        wrong, count = loop.run_until_complete(_play(history, trace))
     except Broken as error:
-        wrong, trace, count = str(error), [], 0
+        wrong = str(error)
     except Frantic:
-        wrong, trace, count = "the loop turns and turns", [], 0
+        wrong = "the loop turns and turns"
     except Deadlock:
-        wrong, trace, count = "nothing could happen any more", [], 0
+        wrong = "nothing could happen any more"
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()

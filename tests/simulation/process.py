@@ -150,7 +150,7 @@ class FakeMonitors:
                         self.hear(relay)
 
     def hear(self, relay: Relay) -> None:
-        self._process.cluster.after(0.01, 0.3, self._take, relay)
+        self._process.cluster.after(0.01, 0.5, self._take, relay)
 
     def _take(self, relay: Relay) -> None:
         wanted = self._wanted.get(relay.incarnation)
@@ -252,7 +252,7 @@ class Process:
         inbox = self._inbox.setdefault(kind, [])
         inbox.append((event, obj))
         if len(inbox) == 1:
-            self.cluster.after(0.02, 0.3, self._deliver, kind, self.reconciler)
+            self.cluster.after(0.02, 0.6, self._deliver, kind, self.reconciler)
 
     def _deliver(self, kind: str, to: reconciler.Reconciler) -> None:
         if to is self.reconciler and self.alive:

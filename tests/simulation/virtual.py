@@ -16,7 +16,7 @@ class Frantic(Exception):
     """Something goes round and round without time passing, or far too often."""
 
 
-_TURNS = 400_000  # of the loop in one run; a long history needs 20,000
+_TURNS = 60_000  # of the loop in one run; a long history needs 10,000
 
 
 class Loop(asyncio.BaseEventLoop):

@@ -1,0 +1,101 @@
+"""Thousands of histories: whatever happens, a group lives and dies as one and comes back.
+
+`SIMULATION_HISTORIES` says how many seeds are played (CI: 20,000). A seed that fails is shrunk and printed; replay it
+with `python -m tests.simulation.history SEED`. Seeds that once found a bug stay below, with the bug.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.history import FAULTS, Fault, History, Outcome, run, shrunk
+
+COUNT = int(os.environ.get("SIMULATION_HISTORIES", "300"))
+FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
+PLAIN = History(seed=7, replicas=2, size=2, surge=0, unavailable=1, policy="Managed", faults=())
+
+
+def wrong(seed: int) -> tuple[int, str]:
+    return seed, run(History.of(seed)).wrong
+
+
+def report(outcome: Outcome) -> str:
+    return "\n".join([*outcome.trace, str(outcome.history), outcome.wrong])
+
+
+def test_every_history_ends_with_all_groups_serving_or_a_named_failure():
+    gc.freeze()  # what is imported by now is not looked at again by the forked processes
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for seed, problem in pool.imap_unordered(wrong, range(FIRST, FIRST + COUNT), chunksize=20):
+            if problem:
+                pool.terminate()
+                pytest.fail(f"seed {seed}: {problem}\n{report(shrunk(History.of(seed)))}", pytrace=False)
+
+
+# Seeds and what the operator did wrong when they were found.
+FOUND = {
+    160: "an image that cannot be pulled was waited for without end and without a name",
+    259: "nothing woke the operator after its own last write, so a deadline passed unnoticed",
+    407: "the same, with a rollout that was due",
+    420: "a conflict on a deletion was taken for the object's end, and its ConfigMap stayed for ever",
+    1280: "a ConfigMap that was deleted during a start left the group waiting for ever",
+    281: "a head that had just become ready was deleted as one that does not serve",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND, ids=FOUND.get)
+def test_a_bug_that_was_found_stays_away(seed):
+    outcome = run(History.of(seed))
+    assert not outcome.wrong, report(outcome)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(("surge", "unavailable"), [(0, 1), (1, 0)])
+def test_every_kind_of_fault_alone_is_overcome(kind, surge, unavailable):
+    faults = (Fault(at=3.0, kind=kind, pick=1), Fault(at=40.0, kind=kind, pick=2))
+    outcome = run(replace(PLAIN, surge=surge, unavailable=unavailable, faults=faults))
+    assert not outcome.wrong, report(outcome)
+
+
+def test_a_history_replays_exactly():
+    history = History.of(3)
+    assert run(history).trace == run(history).trace
+
+
+def test_the_operator_killed_after_any_single_write_of_a_start_ends_in_the_same_state(monkeypatch):
+    from tests.simulation import history as module
+
+    for write in range(1, 16):
+        monkeypatch.setitem(
+            module.FAULTS, "kill", lambda world, chance, n=write: setattr(world.weather, "kill_at_write", n)
+        )
+        outcome = run(replace(PLAIN, replicas=1, faults=(Fault(at=0.0, kind="kill", pick=write),)))
+        assert not outcome.wrong, report(outcome)
+        assert any("operator dies" in line for line in outcome.trace)
+
+
+def test_an_invariant_that_is_broken_is_found_and_shrunk_to_the_fault_that_breaks_it(monkeypatch):
+    from tests.simulation import history as module
+
+    def leave_behind(world, chance):
+        world.cluster._store("ConfigMap", module_manifest(), "ADDED")
+
+    def module_manifest():
+        labels = {
+            "app.kubernetes.io/managed-by": "x",
+            "dataparallel.io/incarnation": "zzzzz",
+            "dataparallel.io/uid": "u",
+        }
+        return {"kind": "ConfigMap", "metadata": {"name": "left", "namespace": "ns", "labels": labels}}
+
+    monkeypatch.setitem(module.FAULTS, "leave behind", leave_behind)
+    monkeypatch.setattr(module, "PATIENCE_S", 50.0)
+    faults = (Fault(1.0, "new image", 1), Fault(20.0, "leave behind", 2), Fault(30.0, "restart", 3))
+    outcome = shrunk(replace(PLAIN, faults=faults))
+    assert [fault.kind for fault in outcome.history.faults] == ["leave behind"]
+    assert "left belongs to nobody" in outcome.wrong
