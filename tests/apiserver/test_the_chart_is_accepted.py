@@ -20,18 +20,26 @@ PATHS = {
 }
 
 
-@pytest.fixture
-def objects(namespace):
+def template(namespace, *settings):
     own = ROOT / ".cluster/bin/helm"
     binary = os.environ.get("HELM") or (str(own) if own.exists() else shutil.which("helm"))
     assert binary, "these tests need helm: set HELM, or run `make up`"
-    command = [binary, "template", "dp-operator", str(ROOT / "charts/dp-operator"), "--namespace", namespace]
+    chart = str(ROOT / "charts/dp-operator")
+    # Two replicas, so that the Role for their Lease is there too.
+    words = [word for setting in ("replicas=2", *settings) for word in ("--set", setting)]
+    command = [binary, "template", "dp-operator", chart, "--namespace", namespace, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 
 
-def test_every_object_is_taken_without_an_unknown_field(server, namespace, objects):
-    for item in objects:
+@pytest.fixture
+def objects(namespace):
+    return template(namespace)
+
+
+@pytest.mark.parametrize("scope", ["all namespaces", "one namespace"])
+def test_every_object_is_taken_without_an_unknown_field(server, namespace, scope):
+    for item in template(namespace, *([f"watchNamespaces={{{namespace}}}"] if scope == "one namespace" else [])):
         path = PATHS[item["kind"]].format(namespace=namespace)
         query = "dryRun=All&fieldValidation=Strict&fieldManager=tests&force=true"
         stored = server.call(

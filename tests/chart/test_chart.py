@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dp_operator.api import KIND
+from dp_operator.cache import NODE, WATCHED
+from dp_operator.client import RESOURCES, Client
+from dp_operator.render import gang
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "dp-operator"
 CRD = ROOT / "crds" / "dataparallel.io_dataparalleldeployments.yaml"
@@ -43,8 +48,6 @@ def test_a_release_has_these_objects_and_no_others(render):
         ("ClusterRole", "dp-operator-edit"),
         ("ClusterRole", "dp-operator-view"),
         ("ClusterRoleBinding", "dp-operator"),
-        ("Role", "dp-operator-leases"),
-        ("RoleBinding", "dp-operator-leases"),
         ("Deployment", "dp-operator"),
     }
 
@@ -54,44 +57,76 @@ def test_another_release_name_keeps_the_objects_apart(render):
     assert one(render('fullnameOverride="x"'), "Deployment")["metadata"]["name"] == "x"
 
 
-# Everything the operator may do in the cluster. A right more or less is a decision, to be made here too.
-RIGHTS = {
-    ("dataparallel.io", "dataparalleldeployments"): "get list watch",
-    ("dataparallel.io", "dataparalleldeployments/status"): "get patch update",
-    ("dataparallel.io", "dataparalleldeployments/finalizers"): "update",
-    ("", "pods"): "get list watch create delete",
-    ("", "pods/log"): "get",
-    ("apps", "statefulsets"): "get list watch create delete",
-    ("", "services"): "get list watch create patch delete",
-    ("", "configmaps"): "get list watch create delete",
-    ("policy", "poddisruptionbudgets"): "get list watch create patch update delete",
-    ("networking.k8s.io", "networkpolicies"): "get list watch create patch delete",
-    ("scheduling.volcano.sh", "podgroups"): "create",
-    ("scheduling.x-k8s.io", "podgroups"): "create",
-    ("", "events"): "create patch",
-    ("events.k8s.io", "events"): "create patch",
-    ("", "nodes"): "get list watch",
-    ("apiextensions.k8s.io", "customresourcedefinitions"): "get list watch",
-}
+def resource_of(kind, *, below=""):
+    version, plural = RESOURCES[kind]
+    group, slash, _ = version.rpartition("/")
+    return (group if slash else ""), f"{plural}{below}"
 
 
-def test_the_operator_has_exactly_the_rights_it_needs(render):
-    role = one(render(), "ClusterRole", "dp-operator")
-    granted = {}
-    for rule in role["rules"]:
-        for group in rule["apiGroups"]:
-            for resource in rule["resources"]:
-                granted[group, resource] = " ".join(rule["verbs"])
-    assert granted == RIGHTS
-    crds = [rule for rule in role["rules"] if rule["apiGroups"] == ["apiextensions.k8s.io"]]
-    assert [rule["resourceNames"] for rule in crds] == [["dataparalleldeployments.dataparallel.io"]]
+def needed(*, nodes):
+    """What the operator's code can ask the API server for, by resource. A right more or less is a mistake."""
+    verbs = {resource_of(kind): "get list watch" for kind in (KIND, *WATCHED)}
+    for kind in WATCHED:
+        # What differs from the intent is applied anew; of pods, sets and launch plans nothing is ever changed.
+        repaired = " patch" if kind in ("Service", "PodDisruptionBudget", "NetworkPolicy") else ""
+        verbs[resource_of(kind)] += f" create{repaired} delete"
+    verbs[resource_of(KIND, below="/status")] = "update"
+    verbs[resource_of(KIND, below="/finalizers")] = "update"  # for blockOwnerDeletion
+    verbs[resource_of("Pod", below="/log")] = "get"
+    verbs[resource_of("Event")] = "create"
+    for version in (gang.VOLCANO_API, gang.COSCHEDULING_API):
+        verbs[version.split("/")[0], RESOURCES["PodGroup"][1]] = "create"
+    if nodes:
+        verbs[resource_of(NODE)] = "list watch"
+    return verbs
 
 
-def test_leases_are_its_own_namespaces_only(render):
-    role = one(render(), "Role")
+def granted(role):
+    rules = role["rules"]
+    return {(group, name): " ".join(r["verbs"]) for r in rules for group in r["apiGroups"] for name in r["resources"]}
+
+
+def test_the_operator_has_exactly_the_rights_its_code_uses(render):
+    assert granted(one(render(), "ClusterRole", "dp-operator")) == needed(nodes=True)
+
+
+def test_every_kind_the_client_knows_is_in_the_table():
+    """A kind that is added to the client needs a line above, and rights in the chart."""
+    listed = {plural for _, plural in needed(nodes=True)} | {"leases"}
+    assert {plural for _, plural in RESOURCES.values()} <= listed
+    calls = {name for name in vars(Client) if not name.startswith("_")}
+    assert calls == {
+        *("request", "list", "get", "create", "apply", "take_over", "delete", "log"),
+        *("replace", "put_status"),  # PUT: of the Lease and of the status only
+    }
+
+
+def test_an_operator_for_some_namespaces_has_rights_nowhere_else(render):
+    objects = render('watchNamespaces=["a","b"]')
+    roles = [item for item in objects if item["kind"] == "Role"]
+    assert [(role["metadata"]["name"], role["metadata"]["namespace"]) for role in roles] == [
+        ("dp-operator", "a"),
+        ("dp-operator", "b"),
+    ]
+    assert [granted(role) for role in roles] == [needed(nodes=False)] * 2
+    bound = [item for item in objects if item["kind"] == "RoleBinding"]
+    assert [(item["metadata"]["namespace"], item["roleRef"]["kind"]) for item in bound] == [
+        ("a", "Role"),
+        ("b", "Role"),
+    ]
+    assert [item["subjects"][0]["namespace"] for item in bound] == ["dp-system", "dp-system"]
+    assert not [item for item in objects if item["kind"] == "ClusterRoleBinding"]
+    assert {i["metadata"]["name"] for i in objects if i["kind"] == "ClusterRole"} == {
+        *("dp-operator-admin", "dp-operator-edit", "dp-operator-view"),  # aggregated, of people and not of the operator
+    }
+
+
+def test_only_several_replicas_may_use_a_lease_and_only_in_their_own_namespace(render):
+    assert not [item for item in render() if item["kind"] == "Role"]
+    role = one(render("replicas=2"), "Role")
     assert role["metadata"]["namespace"] == "dp-system"
     assert role["rules"] == [
-        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update", "patch"]}
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}
     ]
 
 
@@ -104,7 +139,7 @@ def test_no_role_has_a_wildcard_or_reads_secrets(render):
 
 
 def test_the_bindings_are_for_the_operators_account_alone(render):
-    objects = render('serviceAccount.name="robot"')
+    objects = render('serviceAccount.name="robot"', "replicas=2")
     account = {"kind": "ServiceAccount", "name": "robot", "namespace": "dp-system"}
     bindings = [item for item in objects if item["kind"].endswith("Binding")]
     assert [item["subjects"] for item in bindings] == [[account], [account]]
