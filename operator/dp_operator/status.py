@@ -5,8 +5,11 @@ Decisions are never read from conditions; they are for people, `kubectl wait` an
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
+import msgspec
+from msgspec import inspect
 from msgspec.structs import replace
 
 from dp_operator import disruption, naming, rollout, versions
@@ -15,7 +18,6 @@ from dp_operator.observe import Picture, timestamp
 from dp_operator.waiting import counts
 
 _DEGRADED_FROM = 3  # charged failures in a row
-_MESSAGE_MAX = 2048
 
 
 def is_progress(before: Status, after: Status) -> bool:
@@ -44,7 +46,7 @@ def build(
 ) -> Status:
     """Summarise. Every known condition type is set from the first sight on."""
     size = cr.spec.data_parallel.size
-    token = cr.metadata.annotations.get(naming.ANNOTATION_RESTART, "")
+    token = naming.restart_token(cr)
     current = [entry for entry in entries if entry.index < wanted]
     serving = [entry for entry in current if rollout.available(entry, picture)]
     updated = [entry for entry in serving if not rollout.outdated(entry, revision, token)]
@@ -69,17 +71,58 @@ def build(
         _drain_blocked(cr, picture, entries, wanted),
         _version_assumed(cr, current, revision),
     ]
-    return Status(
-        observed_generation=cr.metadata.generation,
-        selector=naming.selector(cr),
-        replicas=len(_groups([entry for entry in entries if entry.state != "Waiting"])),
-        ready_replicas=len(_groups(serving)),
-        updated_replicas=len(_groups([e for e in current if rollout.alive(e) and e.revision == revision])),
-        available_replicas=len(_groups(serving)),
-        ranks=ranks,
-        groups=entries,
-        conditions=_with_times(conditions, cr, now),
+    return bounded(
+        Status(
+            observed_generation=cr.metadata.generation,
+            selector=naming.selector(cr),
+            replicas=len(_groups([entry for entry in entries if entry.state != "Waiting"])),
+            ready_replicas=len(_groups(serving)),
+            updated_replicas=len(_groups([e for e in current if rollout.alive(e) and e.revision == revision])),
+            available_replicas=len(_groups(serving)),
+            ranks=ranks,
+            groups=entries,
+            conditions=_with_times(conditions, cr, now),
+        )
     )
+
+
+def bounded(status: Status) -> Status:
+    """The status with every text, list and map cut to what the schema takes: the API server would refuse all of it."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(status), type=Status)
+    except msgspec.ValidationError:
+        cut: Status = _cut(status, inspect.type_info(Status))
+        return cut
+    return status
+
+
+def _cut(value: Any, kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.Metadata():
+            return _cut(value, kind.type)
+        case inspect.UnionType():
+            return value if value is None else _cut(value, next(t for t in kind.types if not _is_none(t)))
+        case inspect.StrType(max_length=int(most)):
+            return value if len(value) <= most else value[: most - 1] + "…"
+        case inspect.ListType():
+            return [_cut(item, kind.item_type) for item in value[: kind.max_length]]
+        case inspect.DictType():
+            return {key: _cut(item, kind.value_type) for key, item in list(value.items())[: kind.max_length]}
+        case inspect.StructType():
+            return replace(value, **{name: _cut(getattr(value, name), field) for name, field in _fields(type(value))})
+        case _:
+            return value
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, inspect.Type], ...]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)  # noqa: S101 - for the type checker
+    return tuple((field.name, field.type) for field in info.fields)
+
+
+def _is_none(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.NoneType)
 
 
 def _groups(entries: list[GroupStatus]) -> set[int]:
@@ -96,15 +139,13 @@ def _ranks(current: list[GroupStatus], serving: list[GroupStatus], picture: Pict
         if not rollout.alive(entry) or objects is None or entry.index in counted:
             continue
         counted.add(entry.index)
-        got = counts(objects, serving=entry in serving)
+        got = counts(objects, known=entry.stages, serving=entry in serving)
         totals = [a + b for a, b in zip(totals, got, strict=True)]
     return totals
 
 
 def _condition(kind: str, value: bool | None, reason: str, message: str) -> Condition:  # noqa: FBT001
     state: Literal["True", "False", "Unknown"] = "Unknown" if value is None else "True" if value else "False"
-    if len(message) > _MESSAGE_MAX:
-        message = message[: _MESSAGE_MAX - 1] + "…"
     return Condition(type=kind, status=state, reason=reason, message=message, last_transition_time="")
 
 
@@ -221,7 +262,8 @@ def _stalled(
         return _condition("Stalled", True, "RevisionRefused", refused)
     if picture.strangers:
         words = [f"{kind} {name}: {why}" for (kind, name), why in picture.strangers.items()]
-        return _condition("Stalled", True, "NameTaken", "; ".join(words))
+        refusals = all(why.startswith("the API server refuses") for why in picture.strangers.values())
+        return _condition("Stalled", True, "ObjectRefused" if refusals else "NameTaken", "; ".join(words))
     limit = cr.spec.failure_policy.max_restarts
     if limit is not None:
         over = [e for e in current if e.state == "Waiting" and e.restarts > limit]

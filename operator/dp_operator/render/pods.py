@@ -17,6 +17,7 @@ from dp_operator.render.shape import (
     head_ranks,
     health,
     pods,
+    port_name,
     ranks_of,
     serves,
     supervised,
@@ -194,9 +195,7 @@ def _container_ports(spec: Spec, role: str) -> list[dict[str, Any]]:
     same port share a node.
     """
     own = api_ports(spec)
-    ports: list[dict[str, Any]] = [
-        {"name": "api" if index == 0 else f"api-{index}", "containerPort": port} for index, port in enumerate(own)
-    ]
+    ports: list[dict[str, Any]] = [{"name": port_name(index), "containerPort": port} for index, port in enumerate(own)]
     if supervised(spec):
         ports.append({"name": "supervisor", "containerPort": spec.data_parallel.supervisor_port})
     if role == naming.HEAD and pods(spec) > 1:

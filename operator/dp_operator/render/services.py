@@ -8,7 +8,7 @@ from dp_handshake.messages import MONITOR_PORT
 from dp_operator import naming
 from dp_operator.api import DataParallelDeployment
 from dp_operator.render.base import Incarnation, Manifest, Settings, incarnation_selector, kept_meta, meta
-from dp_operator.render.shape import api_ports
+from dp_operator.render.shape import api_ports, port_name
 
 
 def rpc_service(inc: Incarnation, *, cluster_ip: str | None = None) -> Manifest:
@@ -61,12 +61,12 @@ def client_service(cr: DataParallelDeployment) -> Manifest:
     the Service has one port per local rank (`http-0`, `http-1` …, on the engine's port numbers): a gateway that knows
     ranks takes its pick, and a client that takes the first still reaches one rank of every pod.
     """
-    engine_port = cr.spec.engine.port
+    # Targets by name: while an engine.port changes, each pod is reached at the port that it has.
     ports = [
         {
             "name": port.name or ("http" if index == 0 else f"port-{port.port}"),
             "port": port.port,
-            "targetPort": port.target_port or engine_port,
+            "targetPort": port.target_port or port_name(0),
             "protocol": "TCP",
             **({"appProtocol": port.app_protocol} if port.app_protocol else {}),
         }
@@ -74,7 +74,12 @@ def client_service(cr: DataParallelDeployment) -> Manifest:
     ]
     own = api_ports(cr.spec)
     default = [
-        {"name": "http" if len(own) == 1 else f"http-{index}", "port": port, "targetPort": port, "protocol": "TCP"}
+        {
+            "name": "http" if len(own) == 1 else f"http-{index}",
+            "port": port,
+            "targetPort": port_name(index),
+            "protocol": "TCP",
+        }
         for index, port in enumerate(own)
     ]
     return {
@@ -122,10 +127,6 @@ def network_policy(cr: DataParallelDeployment, settings: Settings) -> Manifest |
 
 def _open_ports(cr: DataParallelDeployment) -> list[dict[str, Any]]:
     """Ports that clients may reach: those the Service leads to. An engine behind a sidecar is not among them."""
-    own = api_ports(cr.spec)
-    targets = sorted({port.target_port or own.start for port in cr.spec.service.ports})
-    if targets:
-        return [{"protocol": "TCP", "port": port} for port in targets]
-    if len(own) == 1:
-        return [{"protocol": "TCP", "port": own.start}]
-    return [{"protocol": "TCP", "port": own.start, "endPort": own.stop - 1}]
+    named: list[int | str] = [port_name(index) for index in range(len(api_ports(cr.spec)))]
+    chosen = {port.target_port or named[0] for port in cr.spec.service.ports}
+    return [{"protocol": "TCP", "port": port} for port in sorted(chosen, key=str) or named]

@@ -48,6 +48,11 @@ def serves(spec: Spec, role: str) -> bool:
     return role == naming.HEAD or spec.data_parallel.load_balancing != "Internal"
 
 
+def port_name(index: int) -> str:
+    """Name of the container port of one API server: one per pod, or one per local rank under a supervisor."""
+    return f"api-{index}" if index else "api"
+
+
 def api_ports(spec: Spec) -> range:
     """API ports of one serving pod: one, or one per local rank under a supervisor."""
     count = spec.data_parallel.size_local if supervised(spec) else 1

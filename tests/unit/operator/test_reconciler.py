@@ -254,6 +254,7 @@ async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_bef
     await asyncio.sleep(300)
     assert server.calls.count("create NetworkPolicy web") == 1
     assert "nonsense" in server.condition("Stalled")["message"]
+    assert server.condition("Stalled")["reason"] == "ObjectRefused"
     server.refuse.clear()
     show(made, server.resource(replicas=0, generation=2))
     await asyncio.sleep(5)

@@ -192,7 +192,7 @@ def test_an_empty_api_from_lets_nobody_in_and_an_absent_one_everybody():
         rendered = render.network_policy(resource(networkPolicy=policy), SETTINGS)
         assert rendered
         return [
-            rule for rule in rendered["spec"]["ingress"] if {"protocol": "TCP", "port": 8000} in rule.get("ports", [])
+            rule for rule in rendered["spec"]["ingress"] if {"protocol": "TCP", "port": "api"} in rule.get("ports", [])
         ]
 
     assert "from" not in rules_of({})[0]
@@ -202,7 +202,7 @@ def test_an_empty_api_from_lets_nobody_in_and_an_absent_one_everybody():
 
 def test_a_client_port_leads_to_the_engine_unless_told_otherwise():
     service = render.client_service(resource(service={"ports": [{"port": 80}, {"port": 81, "targetPort": 9000}]}))
-    assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [(80, 8000), (81, 9000)]
+    assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [(80, "api"), (81, 9000)]
 
 
 def serving_pods(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -254,12 +254,15 @@ def test_a_supervised_group_has_a_service_port_for_every_local_rank():
     """One endpoint a rank is what routers that know ranks want (problems 41, 56)."""
     service = render.client_service(resource(**MODES["supervised"]))
     assert [(p["name"], p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [
-        ("http-0", 8000, 8000),
-        ("http-1", 8001, 8001),
+        ("http-0", 8000, "api"),
+        ("http-1", 8001, "api-1"),
     ]
     policy = render.network_policy(resource(**MODES["supervised"]), SETTINGS)
     assert policy
-    assert policy["spec"]["ingress"][-1]["ports"] == [{"protocol": "TCP", "port": 8000, "endPort": 8001}]
+    assert policy["spec"]["ingress"][-1]["ports"] == [
+        {"protocol": "TCP", "port": "api"},
+        {"protocol": "TCP", "port": "api-1"},
+    ]
 
 
 def test_an_engine_behind_a_sidecar_is_not_open_to_clients():
@@ -344,3 +347,11 @@ def test_a_pod_group_fits_its_crd(kind):
 def test_kueue_and_none_need_no_object():
     for kind in ("None", "Kueue"):
         assert render.pod_group(incarnation(scheduling={"podGroup": kind})) is None
+
+
+def test_a_changed_engine_port_reaches_old_and_new_pods_alike():
+    """Groups are replaced one by one: each is reached at the port that it has."""
+    service = render.client_service(resource(engine={"image": "i", "port": 9000}))
+    assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [(9000, "api")]
+    container = render.head_pod(incarnation(engine={"image": "i", "port": 9000}))["spec"]["containers"][0]
+    assert {"name": "api", "containerPort": 9000} in container["ports"]
