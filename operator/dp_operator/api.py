@@ -44,6 +44,7 @@ Quantity = Annotated[
     Meta(
         extra_json_schema={
             "x-kubernetes-int-or-string": True,
+            "minimum": 0,
             "maxLength": 32,
             "pattern": r"^\+?([0-9]+|[0-9]+\.[0-9]*|\.[0-9]+)(([KMGTPE]i)|[numkMGTPE]|([eE][-+]?[0-9]+))?$",
         }
@@ -337,6 +338,16 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
     scheduled_at: Time | None = None
     released_at: Time | None = None
     ready_at: Time | None = None
+    suspected_at: (
+        Annotated[
+            str,
+            Meta(
+                extra_json_schema={"format": "date-time"},
+                description="Since when the monitor reports a sign that a rank is gone, while the kubelet says nothing.",
+            ),
+        ]
+        | None
+    ) = None
     stages: Stages = field(default_factory=Stages)
     waiting_for: Annotated[str, Meta(max_length=1024)] = ""
     restarts: Annotated[int, Meta(ge=0, description="Charged failures in a row.")] = 0

@@ -24,6 +24,9 @@ CAUSE_WAIT_S = 3.0
 # Containers that are on their way, not stuck.
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing", "")
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+# Reasons of a failed pod that are nobody's fault: the kubelet makes room or shuts down. With any other the kubelet
+# would not even begin with the pod, and would say so again as often as it is asked.
+_REMOVALS = ("Evicted", "Preempting", "Terminated", "Shutdown", "NodeShutdown", "NodeLost")
 _OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN = range(5)
 
 
@@ -55,6 +58,16 @@ def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, picture: 
         return late
     times = [at for at in (heard.look_again_at, late.look_again_at) if at is not None]
     return Verdict(None, min(times) if times else None)
+
+
+def suspected_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> str | None:
+    """Since when the relay reports a sign of a failure; None while it reports none.
+
+    By the operator's clock: that of the relay's node may be wrong, and a sign that is repeated is no newer one.
+    """
+    if objects.snapshot is None:
+        return entry.suspected_at
+    return (entry.suspected_at or timestamp(now)) if _signs(entry, objects) else None
 
 
 def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
@@ -111,12 +124,14 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         made = seconds(pod.metadata.creation_timestamp)
         if ended and not _removal_came_first(pod, ended):
             klass, failure = _explain_end(pod, ended, entry, now)
+        elif _was_rejected(pod):
+            klass, failure = _ERROR, _rejected(pod, entry, now)
         elif pod.metadata.deletion_timestamp or pod.status.phase == "Failed":
             klass, failure = _OUTSIDE, _removed(pod, entry, now)
         elif picture.lost(pod):
             words = f"is on node {pod.spec.node_name}, whose kubelet has fallen silent"
             klass, failure = _OUTSIDE, _outside("NodeLost", pod, words, entry, now)
-        elif released is not None and made is not None and made > released:
+        elif made is not None and made > _members_complete_at(entry, objects):
             words = "was deleted from outside and made again; it cannot join its group"
             klass, failure = _OUTSIDE, _outside("PodDeleted", pod, words, entry, now)
         else:
@@ -126,21 +141,24 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
     if found:
         return _first_of(found)
     missing = [] if objects.head else [entry.head_pod]
-    if objects.config_map is None and entry.state == "Starting":
-        missing.append("the ConfigMap")  # containers that do not run yet need it; running ones have their copy
+    if objects.config_map is None and (entry.state == "Starting" or objects.rpc_service is None):
+        # Containers that do not run yet need it; running ones have their copy, so of a group that serves it can be made
+        # again, as long as the Service still tells the address that is in it.
+        missing.append("the ConfigMap")
     if objects.plan:
         missing += sorted({ws.name for ws in objects.plan.workers} - set(objects.stateful_sets))
     if not missing and entry.scheduled_at and released is not None:
         # All pods were seen once, so one that is not there now is gone.
         missing = [name for name in firsts if name not in {pod.name for pod in objects.pods}]
     if missing:
+        pod_name = next((name for name in missing if name in firsts), "")
         return Failure(
             reason="MemberDeleted",
             time=timestamp(now) or "",
             charged=False,
             incarnation=entry.incarnation,
-            pod=missing[0],
-            rank=firsts.get(missing[0]),
+            pod=pod_name,
+            rank=firsts.get(pod_name),
             message=f"{', '.join(missing[:4])} was deleted from outside",
         )
     return None
@@ -159,7 +177,38 @@ def _first_of(found: list[_Sign]) -> Failure:
         return first.failure
     more = f" and {len(ties) - 4} more" if len(ties) > 4 else ""
     words = f"{first.failure.message}; ended in the same second, so either may be first: {', '.join(ties[:4])}{more}"
-    return msgspec.structs.replace(first.failure, message=words[:1024])
+    return msgspec.structs.replace(first.failure, message=words)
+
+
+def _members_complete_at(entry: GroupStatus, objects: IncarnationObjects) -> float:
+    """A moment after which no pod of the group can have been made, in the API server's time.
+
+    That is when the group was released, which is known by the operator's clock; the same span after the head was made
+    corrects a clock that is behind.
+    """
+    released, created = seconds(entry.released_at), seconds(entry.created_at)
+    head_made = seconds(objects.head.metadata.creation_timestamp) if objects.head else None
+    if released is None:
+        return float("inf")
+    if created is None or head_made is None:
+        return released
+    return max(released, head_made + released - created)
+
+
+def _was_rejected(pod: Pod) -> bool:
+    """Whether the kubelet refused to begin with a pod, such as for devices that it does not have after all."""
+    disrupted = pod.condition("DisruptionTarget")
+    return (
+        pod.status.phase == "Failed"
+        and pod.status.reason not in ("", *_REMOVALS)
+        and not pod.metadata.deletion_timestamp
+        and not (disrupted and disrupted.status == "True")
+    )
+
+
+def _rejected(pod: Pod, entry: GroupStatus, now: float) -> Failure:
+    words = f"was rejected by the kubelet of {pod.spec.node_name}: {pod.status.message}"
+    return msgspec.structs.replace(_outside(pod.status.reason, pod, words, entry, now), charged=True)
 
 
 def _removal_came_first(pod: Pod, ended: Terminated) -> bool:
@@ -238,21 +287,32 @@ def _removed(pod: Pod, entry: GroupStatus, now: float) -> Failure:
 
 def _outside(reason: str, pod: Pod, words: str, entry: GroupStatus, now: float) -> Failure:
     return Failure(
-        reason=reason[:64],
+        reason=reason,
         time=timestamp(now) or "",
         charged=False,
         incarnation=entry.incarnation,
         pod=pod.name,
         node=pod.spec.node_name,
-        message=f"pod {pod.name} {words}"[:1024],
+        message=f"pod {pod.name} {words}",
     )
 
 
 def _from_relay(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
     """Judge what the relay reports and the kubelet has not (yet): a restarted container, a lost or a misbehaving rank."""
+    signs = _signs(entry, objects)
+    if not signs:
+        return Verdict(None)
+    condemned_at = (seconds(entry.suspected_at) or now) + CAUSE_WAIT_S
+    if now < condemned_at:
+        return Verdict(None, condemned_at)
+    return Verdict(min(signs, key=lambda sign: sign[0])[1])
+
+
+def _signs(entry: GroupStatus, objects: IncarnationObjects) -> list[tuple[float, Failure]]:
+    """What the relay reports against the group, each with the relay's time of it."""
     snapshot = objects.snapshot
     if snapshot is None:
-        return Verdict(None)
+        return []
     signs: list[tuple[float, Failure]] = [
         (restarted.time, _sign("RankRestarted", restarted.pod, restarted.message, entry, objects))
         for restarted in snapshot.restarted
@@ -265,12 +325,7 @@ def _from_relay(entry: GroupStatus, objects: IncarnationObjects, now: float) -> 
         if violation.pod and violation.rank is not None and _owns(objects, violation.pod, violation.rank):
             failure = _sign("HandshakeViolation", violation.pod, violation.message, entry, objects)
             signs.append((violation.time, _with_rank(failure, violation.rank)))
-    if not signs:
-        return Verdict(None)
-    at, failure = min(signs, key=lambda sign: sign[0])
-    if now < at + CAUSE_WAIT_S:
-        return Verdict(None, at + CAUSE_WAIT_S)
-    return Verdict(failure)
+    return signs
 
 
 def _owns(objects: IncarnationObjects, pod: str, rank: int) -> bool:
@@ -290,7 +345,7 @@ def _sign(reason: str, pod: str, message: str, entry: GroupStatus, objects: Inca
         incarnation=entry.incarnation,
         pod=pod,
         node=found.spec.node_name if found else "",
-        message=message[:1024],
+        message=message,
     )
 
 
@@ -311,7 +366,7 @@ def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: 
                 message=(
                     f"not ready {spec.startup.timeout_seconds} s after release "
                     f"(startup.timeoutSeconds): {entry.waiting_for}"
-                )[:1024],
+                ),
             )
         )
     return _not_released(spec, entry, objects, now)
@@ -364,7 +419,7 @@ def _late(reason: str, message: str, entry: GroupStatus, now: float, *, charged:
         time=timestamp(now) or "",
         charged=charged,
         incarnation=entry.incarnation,
-        message=message[:1024],
+        message=message,
     )
 
 

@@ -80,6 +80,12 @@ def selector(cr: DataParallelDeployment) -> str:
     return f"{LABEL_UID}={cr.metadata.uid},{LABEL_ROLE}={HEAD}"
 
 
+def restart_token(cr: DataParallelDeployment) -> str:
+    """Value of the restart annotation, or a hash of one that is too long to be kept in the status."""
+    token = cr.metadata.annotations.get(ANNOTATION_RESTART, "")
+    return token if len(token) <= 128 else hashlib.sha256(token.encode()).hexdigest()
+
+
 def labels(cr: DataParallelDeployment) -> dict[str, str]:
     """Labels of everything made for a custom resource."""
     return {

@@ -151,7 +151,12 @@ class AnyObject(_Observed, frozen=True):
 
 
 class IncarnationObjects(Struct, frozen=True, kw_only=True):
-    """All objects that carry one incarnation's label and are really the custom resource's own."""
+    """All objects that carry one incarnation's label and are really the custom resource's own.
+
+    Labels can be copied together with the object that carries them, so they are only how an object is found. What is
+    taken for our own also has the name that we gave it and is controlled by the custom resource; a worker pod by one
+    of the StatefulSets.
+    """
 
     group: int
     id: str
@@ -227,7 +232,8 @@ def observe(
     """Sort cached objects (kind, object) of one custom resource by incarnation.
 
     Objects whose uid label is not this resource's are none of ours, whatever their name: a custom resource that was
-    deleted and made anew under the same name must not touch what is left of the old one.
+    deleted and made anew under the same name must not touch what is left of the old one. Nor are objects that somebody
+    copied from ours: see IncarnationObjects.
     """
     parts: dict[str, dict[str, Any]] = {}
     kept: dict[tuple[str, str], dict[str, Any]] = {}
@@ -235,35 +241,45 @@ def observe(
         labels = raw["metadata"].get("labels") or {}
         if labels.get(naming.LABEL_UID) != uid:
             continue
-        incarnation = labels.get(naming.LABEL_INCARNATION)
+        obj = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
+        name = obj.metadata.name
+        is_worker = kind == "Pod" and labels.get(naming.LABEL_ROLE) != naming.HEAD
+        if not is_worker and not _controlled_by(uid, obj.metadata):
+            continue
+        incarnation, group = labels.get(naming.LABEL_INCARNATION), labels.get(naming.LABEL_GROUP, "")
         if not incarnation:
-            kept[kind, raw["metadata"]["name"]] = raw
+            if kind != "Pod":
+                kept[kind, name] = raw
+            continue
+        if not group.isdecimal():
             continue
         part = parts.setdefault(
             incarnation,
             {
-                "group": int(labels.get(naming.LABEL_GROUP, "0")),
+                "group": int(group),
                 "revision": labels.get(naming.LABEL_REVISION, ""),
                 "workers": {},
                 "stateful_sets": {},
             },
         )
-        obj = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
-        name = obj.metadata.name
-        if kind == "Pod" and labels.get(naming.LABEL_ROLE) == naming.HEAD:
-            part["head"] = obj
-        elif kind == "Pod":
-            part["workers"][name] = obj
-        elif kind == "StatefulSet":
+        base = naming.base_name(labels.get(naming.LABEL_NAME, ""), int(group), incarnation)
+        if kind == "Pod":
+            if is_worker:
+                part["workers"][name] = obj
+            elif name == naming.head_name(base):
+                part["head"] = obj
+        elif kind == "StatefulSet" and name.startswith(f"{base}-"):
             part["stateful_sets"][name] = obj
-        elif kind == "Service":
+        elif kind == "Service" and name == naming.rpc_service_name(base):
             part["rpc_service"] = obj
-        elif kind == "ConfigMap":
+        elif kind == "ConfigMap" and name == base:
             part["config_map"] = obj
             part["plan"] = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
-        elif kind == "PodDisruptionBudget":
+        elif kind == "PodDisruptionBudget" and name == base:
             part["budget"] = obj
             kept[kind, name] = raw
+    for part in parts.values():
+        part["workers"] = _own_workers(part["workers"], part["stateful_sets"], part.get("plan"))
     return Picture(
         incarnations={
             key: IncarnationObjects(id=key, snapshot=snapshots.get(key), **part) for key, part in parts.items()
@@ -274,6 +290,33 @@ def observe(
         blocked=blocked or {},
         nodes=nodes or {},
     )
+
+
+def _controlled_by(uid: str, meta: Meta) -> bool:
+    return any(owner.controller and owner.uid == uid for owner in meta.owner_references)
+
+
+def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], plan: LaunchPlan | None) -> dict[str, Pod]:
+    """Pods of the incarnation's StatefulSets, and pods of one that is gone, which only their names tell."""
+    owners = {stateful_set.metadata.uid for stateful_set in sets.values()}
+    planned = worker_first_ranks(plan.workers) if plan else None
+
+    def is_own(pod: Pod) -> bool:
+        meta = pod.metadata
+        if any(owner.controller and owner.uid in owners for owner in meta.owner_references):
+            return True
+        stateful_set = meta.name.rpartition("-")[0]
+        if stateful_set in sets:
+            return False
+        if planned is not None:
+            return meta.name in planned
+        labels = meta.labels
+        base = naming.base_name(
+            labels.get(naming.LABEL_NAME, ""), int(labels[naming.LABEL_GROUP]), labels[naming.LABEL_INCARNATION]
+        )
+        return stateful_set in (f"{base}-w", f"{base}-{labels.get(naming.LABEL_SET, '')}")
+
+    return {name: pod for name, pod in pods.items() if is_own(pod)}
 
 
 def worker_first_ranks(sets: list[WorkerSet]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from dp_operator import disruption, naming, render, rollout, status, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
-from dp_operator.failure import LogWanted, judge, log_wanted
+from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, unready
 
@@ -142,7 +142,7 @@ def plan(situation: Situation) -> Plan:
     draft = _Draft()
     wanted = 0 if spec.suspend else spec.replicas
     revision = naming.revision(spec)
-    token = cr.metadata.annotations.get(naming.ANNOTATION_RESTART, "")
+    token = naming.restart_token(cr)
 
     entries = _with_orphans(cr, situation.picture)
     moved = [_step(situation, entry, wanted, draft) for entry in entries]
@@ -154,7 +154,8 @@ def plan(situation: Situation) -> Plan:
     for entry in stepped:
         objects = situation.picture.incarnations.get(entry.incarnation)
         if rollout.alive(entry) and not entry.created_at:
-            _create(situation, entry, objects, draft)
+            if not situation.errors:
+                _create(situation, entry, objects, draft)
         elif rollout.alive(entry) and objects:
             _repair(situation, entry, objects, draft)
         elif entry.state == "Stopping" and objects:
@@ -177,12 +178,36 @@ def plan(situation: Situation) -> Plan:
     sequences = [*draft.deletes.values(), [draft.repairs], *draft.creates.values()]
     return Plan(
         status=new_status,
-        sequences=[steps for sequence in sequences if (steps := [step for step in sequence if step])],
-        events=draft.events,
+        sequences=_without_strangers(sequences, situation.picture),
+        events=[replace(event, note=_short_note(event.note)) for event in draft.events],
         look_again_at=min(draft.times) if draft.times else None,
         checks=draft.checks,
         logs=draft.logs,
     )
+
+
+def _without_strangers(sequences: list[list[list[Action]]], picture: Picture) -> list[list[list[Action]]]:
+    """Leave out what cannot be made because somebody else has its name, and what is empty."""
+    result = []
+    for sequence in sequences:
+        steps = [
+            [
+                action
+                for action in step
+                if not isinstance(action, Create)
+                or (action.manifest["kind"], action.manifest["metadata"]["name"]) not in picture.strangers
+            ]
+            for step in sequence
+        ]
+        if any(steps):
+            result.append([step for step in steps if step])
+    return result
+
+
+def _short_note(note: str) -> str:
+    """The note of an event, of which the API server takes 1 kB."""
+    encoded = note.encode()
+    return note if len(encoded) <= 1024 else encoded[:1021].decode(errors="ignore") + "…"
 
 
 def _moved(before: list[GroupStatus], after: list[GroupStatus]) -> bool:
@@ -197,23 +222,26 @@ def _moved(before: list[GroupStatus], after: list[GroupStatus]) -> bool:
 def _with_orphans(cr: DataParallelDeployment, picture: Picture) -> list[GroupStatus]:
     """Ledger entries, plus one for every incarnation that exists without one.
 
-    Without an entry there can be a complete group only if the status was lost (a restored backup): such a group goes
-    on. Anything less is a half-made leftover and is taken away.
+    If the whole ledger is empty, the status was lost (a restored backup), and a complete group goes on. Anything else is
+    a leftover and is taken away: half-made, or stuck on a dead node when its entry had served its purpose.
     """
     entries = list(cr.status.groups)
+    lost = not entries
     known = {entry.incarnation for entry in entries}
-    taken = {entry.index for entry in entries if entry.state != "Stopping"}
-    for objects in sorted(picture.incarnations.values(), key=lambda o: o.id):
+    taken: set[int] = set()
+    for objects in sorted(picture.incarnations.values(), key=lambda o: (not o.serves, o.id)):
         if objects.id in known or objects.empty:
             continue
         entry = GroupStatus(incarnation=objects.id, index=objects.group, revision=objects.revision, state="Stopping")
-        if objects.head and objects.config_map and objects.group not in taken:
+        head = objects.head
+        complete = head and not head.metadata.deletion_timestamp and objects.config_map
+        if lost and head and complete and objects.group not in taken:
             entry = replace(
                 entry,
                 state="Starting",
-                head_pod=objects.head.name,
-                created_at=objects.head.metadata.creation_timestamp,
-                restart_token=cr.metadata.annotations.get(naming.ANNOTATION_RESTART, ""),
+                head_pod=head.name,
+                created_at=head.metadata.creation_timestamp,
+                restart_token=naming.restart_token(cr),
             )
             taken.add(objects.group)
         entries.append(entry)
@@ -236,7 +264,7 @@ def _step(situation: Situation, entry: GroupStatus, wanted: int, draft: _Draft) 
             reason="ObjectRefused",
             time=timestamp(now) or "",
             incarnation=entry.incarnation,
-            message=refusal[:1024],
+            message=refusal,
         )
         return _fail(situation, entry, failure, draft)
     if not entry.created_at:
@@ -275,7 +303,7 @@ def _step_creating(
         if situation.now >= limit:
             return _fail(situation, entry, _no_capacity(situation, entry, blocked), draft)
         draft.look_again(limit)
-    return replace(entry, waiting_for=blocked[:1024] if blocked else _BEING_MADE)
+    return replace(entry, waiting_for=blocked or _BEING_MADE)
 
 
 def _no_capacity(situation: Situation, entry: GroupStatus, words: str) -> Failure:
@@ -285,13 +313,17 @@ def _no_capacity(situation: Situation, entry: GroupStatus, words: str) -> Failur
         time=timestamp(situation.now) or "",
         charged=False,
         incarnation=entry.incarnation,
-        message=f"not all objects could be made within {limit_s} s (startup.scheduleTimeoutSeconds): {words}"[:1024],
+        message=f"not all objects could be made within {limit_s} s (startup.scheduleTimeoutSeconds): {words}",
     )
 
 
 def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
     spec, now = situation.cr.spec, situation.now
     snapshot = objects.snapshot
+    if not entry.released_at and snapshot and snapshot.released_at:
+        # Times of the ledger are the operator's: the clock of the relay's node may be wrong.
+        entry = replace(entry, released_at=timestamp(now))
+    entry = replace(entry, suspected_at=suspected_at(entry, objects, now))
     verdict = judge(spec, entry, objects, situation.picture, now)
     draft.look_again(verdict.look_again_at)
     if verdict.failure:
@@ -306,8 +338,6 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
         changes["head_node"] = objects.head.spec.node_name
     if not entry.scheduled_at and expected and len(pods) == expected and all(pod.spec.node_name for pod in pods):
         changes["scheduled_at"] = timestamp(now)
-    if not entry.released_at and snapshot and snapshot.released_at:
-        changes["released_at"] = timestamp(snapshot.released_at)
     if snapshot and snapshot.engine_versions:
         # Of several the oldest, which is the one that may lack something.
         changes["engine_version"] = min(snapshot.engine_versions, key=versions.order)[:32]
@@ -319,6 +349,7 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
             )
             return replace(entry, state="Serving", ready_at=timestamp(now), waiting_for="")
         waiting = describe(
+            entry,
             objects,
             now,
             situation.monitor_errors.get(entry.incarnation, ""),
@@ -363,7 +394,10 @@ def _delay_s(situation: Situation, entry: GroupStatus, failure: Failure, restart
         jitter = 1 + int.from_bytes(hashlib.sha256(entry.incarnation.encode()).digest()[:2], "big") / 0xFFFF
         return jitter * float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (tries - 1)))
     if not failure.charged:
-        return 0.0
+        # Nobody's fault, so the first time at once. But what happens again and again must not do so at full speed.
+        since = situation.now - policy.stable_seconds
+        before = sum(not f.charged and (seconds(f.time) or 0.0) >= since for f in entry.last_failures)
+        return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (before - 1))) if before else 0.0
     return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
 
 
@@ -382,10 +416,13 @@ def _step_stopping(
         return entry
     if entry.index >= wanted:
         return None
+    # A leftover knows nothing; of two that go, the one that knows of failures waits for the next attempt.
     peers = {
         e.incarnation
         for e in situation.cr.status.groups
-        if e.index == entry.index and e.incarnation != entry.incarnation and e.state != "Stopping"
+        if e.index == entry.index
+        and e.incarnation != entry.incarnation
+        and (e.state != "Stopping" or (_remembers(e) and not _remembers(entry)))
     }
     if peers and entry.replaces not in peers:
         return None
@@ -398,7 +435,12 @@ def _step_stopping(
         scheduled_at=None,
         released_at=None,
         ready_at=None,
+        suspected_at=None,
     )
+
+
+def _remembers(entry: GroupStatus) -> bool:
+    return bool(entry.restarts or entry.last_failures or entry.next_attempt_at)
 
 
 def _one_per_group(entries: list[GroupStatus]) -> list[GroupStatus]:
@@ -480,16 +522,20 @@ def _replace_changed(
             free -= 1  # it may go at any moment
     changed = [e for e in entries if rollout.alive(e) and e.created_at and rollout.outdated(e, revision, token)]
     stop: dict[str, str] = {}  # incarnation -> why
+
+    def why(entry: GroupStatus) -> str:
+        return "spec changed" if entry.revision != revision else "restart requested"
+
     begin: list[GroupStatus] = []  # serving groups that get a successor
     if changed and not cr.spec.rollout.paused and _accepted(situation, revision, changed, draft):
         held = rollout.holding_up(entries, picture, revision, token)
         for entry in sorted(changed, key=lambda e: (rollout.available(e, picture), -e.index)):
             successor = successors.get(entry.incarnation)
             if entry.replaces:
-                stop[entry.incarnation] = "spec changed before it was ready"
+                stop[entry.incarnation] = f"{why(entry)} before it was ready"
             elif not rollout.available(entry, picture):
                 if entry.state == "Starting" or not held:
-                    stop[entry.incarnation] = "spec changed"
+                    stop[entry.incarnation] = why(entry)
             elif (
                 successor is None
                 and len(successors) + len(begin) < limits.surge
@@ -502,7 +548,7 @@ def _replace_changed(
                 and (successor is None or _no_room(successor))
             ):
                 free -= 1
-                stop[entry.incarnation] = "spec changed"
+                stop[entry.incarnation] = why(entry)
     if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:
         begin += _successors_for_drains(situation, entries, wanted, limits, begun=begin)
     result = []
@@ -674,13 +720,16 @@ def _create(situation: Situation, entry: GroupStatus, objects: IncarnationObject
 
 
 def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> None:
-    """Make Service and budget of a live incarnation again where somebody took them. Pods are never repaired."""
+    """Make Service, launch plan and budget of a live incarnation again where somebody took them; never pods."""
     inc = _incarnation(situation, entry)
-    if objects.rpc_service is None and objects.config_map is not None:
-        address = objects.config_map.metadata.annotations.get(naming.ANNOTATION_MONITOR_HOST)
+    service, config_map = objects.rpc_service, objects.config_map
+    if service is None and config_map is not None:
+        address = config_map.metadata.annotations.get(naming.ANNOTATION_MONITOR_HOST)
         draft.repairs.append(Create(render.rpc_service(inc, cluster_ip=address)))
+    if config_map is None and service is not None and entry.revision == naming.revision(situation.cr.spec):
+        draft.repairs.append(Create(render.config_map(inc, service.spec.cluster_ip)))
     if situation.cr.spec.disruption.policy == "Open":
-        if objects.budget:
+        if objects.budget and not objects.budget.metadata.deletion_timestamp:
             budget = objects.budget.metadata
             draft.repairs.append(Delete("PodDisruptionBudget", budget.name, budget.uid))
     elif objects.plan is not None:
@@ -696,14 +745,18 @@ def _delete(objects: IncarnationObjects, draft: _Draft) -> None:
     for stateful_set in objects.stateful_sets.values():
         if not stateful_set.metadata.deletion_timestamp:
             _add(steps, 1, Delete("StatefulSet", stateful_set.metadata.name, stateful_set.metadata.uid))
-    if objects.budget:
+    for pod in objects.workers.values():
+        # Deleted with its pods orphaned, a StatefulSet leaves pods behind that nobody else will ever take away.
+        if not pod.metadata.owner_references and not pod.metadata.deletion_timestamp:
+            _add(steps, 1, Delete("Pod", pod.name, pod.metadata.uid))
+    if objects.budget and not objects.budget.metadata.deletion_timestamp:
         _add(steps, 1, Delete("PodDisruptionBudget", objects.budget.metadata.name, objects.budget.metadata.uid))
     if not objects.pods and not objects.stateful_sets:
         rest: list[tuple[str, AnyObject | None]] = [("ConfigMap", objects.config_map)]
         if objects.rpc_service:
             rest.append(("Service", AnyObject(metadata=objects.rpc_service.metadata)))
         for kind, obj in rest:
-            if obj:
+            if obj and not obj.metadata.deletion_timestamp:
                 _add(steps, 1, Delete(kind, obj.metadata.name, obj.metadata.uid))
 
 
@@ -722,9 +775,10 @@ def _keep(situation: Situation, draft: _Draft) -> None:
     if policy:
         _ensure(situation, policy, draft)
     else:
-        for (kind, name), existing in situation.picture.kept.items():
-            if kind == "NetworkPolicy":
-                draft.repairs.append(Delete(kind, name, existing["metadata"]["uid"]))
+        existing = situation.picture.kept.get(("NetworkPolicy", situation.cr.metadata.name))
+        if existing and not existing["metadata"].get("deletionTimestamp"):
+            meta = existing["metadata"]
+            draft.repairs.append(Delete("NetworkPolicy", meta["name"], meta["uid"]))
 
 
 def _ensure(situation: Situation, intent: dict[str, Any], draft: _Draft) -> None:

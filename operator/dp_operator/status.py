@@ -5,7 +5,6 @@ Decisions are never read from conditions; they are for people, `kubectl wait` an
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import msgspec
@@ -109,16 +108,9 @@ def _cut(value: Any, kind: inspect.Type) -> Any:
         case inspect.DictType():
             return {key: _cut(item, kind.value_type) for key, item in list(value.items())[: kind.max_length]}
         case inspect.StructType():
-            return replace(value, **{name: _cut(getattr(value, name), field) for name, field in _fields(type(value))})
+            return replace(value, **{field.name: _cut(getattr(value, field.name), field.type) for field in kind.fields})
         case _:
             return value
-
-
-@functools.cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, inspect.Type], ...]:
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)  # noqa: S101 - for the type checker
-    return tuple((field.name, field.type) for field in info.fields)
 
 
 def _is_none(kind: inspect.Type) -> bool:

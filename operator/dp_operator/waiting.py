@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dp_handshake.messages import LaunchPlan, Snapshot
 from dp_handshake.ranks import count_ranks, format_ranks, parse_ranks
-from dp_operator.api import Stages
+from dp_operator.api import GroupStatus, Stages
 from dp_operator.observe import IncarnationObjects, Pod, seconds
 
 _STEPS_S = (10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
@@ -19,6 +19,7 @@ _NAMED_PODS = 4
 _MONITOR_PATIENCE_S = 5
 # The kubelet alternates between the two, which is no change worth a write.
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff")
+_UNREACHABLE = "MonitorUnreachable: "
 _HARMLESS_WAITS = ("ContainerCreating", "PodInitializing", "")
 
 
@@ -38,8 +39,11 @@ def reached(snapshot: Snapshot | None) -> Stages:
     return Stages(arrived=seen.arrived, connected=seen.connected, loaded=seen.loaded, ready=seen.ready)
 
 
-def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int, int]:
-    """Ranks (arrived, connected, loaded, ready). Local ranks that cannot be named yet are counted."""
+def counts(objects: IncarnationObjects, *, known: Stages, serving: bool) -> tuple[int, int, int, int]:
+    """Ranks (arrived, connected, loaded, ready). Local ranks that cannot be named yet are counted.
+
+    known: what the ledger has of it, for as long as the monitor has not been heard.
+    """
     plan, snapshot = objects.plan, objects.snapshot
     if plan is None:
         return 0, 0, 0, 0
@@ -47,7 +51,10 @@ def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int
     if serving:
         return size, size, size, size
     if snapshot is None:
-        return 0, 0, 0, 0
+        arrived, connected, loaded, ready = (
+            min(size, count_ranks(text)) for text in (known.arrived, known.connected, known.loaded, known.ready)
+        )
+        return arrived, connected, loaded, ready
     local = range(plan.head_ranks)
     result = [count_ranks(snapshot.stages.arrived)]
     for text, unnamed in (
@@ -61,22 +68,31 @@ def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int
     return arrived, connected, loaded, ready
 
 
-def describe(objects: IncarnationObjects, now: float, monitor_error: str, *, devices_per_rank: int = 0) -> Waiting:
+def describe(
+    entry: GroupStatus, objects: IncarnationObjects, now: float, monitor_error: str, *, devices_per_rank: int = 0
+) -> Waiting:
     """Say what one starting incarnation waits for, and what it holds meanwhile."""
     snapshot, plan = objects.snapshot, objects.plan
-    stages = reached(snapshot)
+    stages = reached(snapshot) if snapshot else entry.stages
     if plan is None:
         return Waiting("its ConfigMap was deleted from outside, so its launch plan is not known", stages)
     size = plan.size
     pods = {pod.name: pod for pod in objects.pods}
-    if snapshot is None or snapshot.released_at is None:
-        text, again_at = _before_release(plan, pods, objects, now, monitor_error)
+    released_at = seconds(entry.released_at)
+    if released_at is not None and snapshot is None:
+        # The operator has only just begun to listen, or cannot: what was heard last is the best there is.
+        known = entry.waiting_for
+        if known.startswith(_UNREACHABLE):
+            known = known.partition("; ")[2]
+        return Waiting(f"{_UNREACHABLE}{monitor_error}; {known}" if monitor_error else known, stages)
+    if released_at is None or snapshot is None:
+        text, again_at = _before_release(plan, pods, objects, stages, now, monitor_error)
         held, held_until = _held(plan, objects, now, devices_per_rank)
         times = [at for at in (again_at, held_until) if at is not None]
         return Waiting((text[: 1024 - len(held)] + held), stages, min(times) if times else None)
-    elapsed, again = _elapsed(now - snapshot.released_at)
-    look_again_at = snapshot.released_at + again
-    _, connected, loaded, ready = counts(objects, serving=False)
+    elapsed, again = _elapsed(now - released_at)
+    look_again_at = released_at + again
+    _, connected, loaded, ready = counts(objects, known=stages, serving=False)
     for word, count, text in (
         ("connected", connected, stages.connected),
         ("loaded", loaded, stages.loaded),
@@ -112,29 +128,41 @@ def _before_release(
     plan: LaunchPlan,
     pods: dict[str, Pod],
     objects: IncarnationObjects,
+    stages: Stages,
     now: float,
     monitor_error: str,
 ) -> tuple[str, float | None]:
     snapshot = objects.snapshot
-    arrived = snapshot.stages.arrived if snapshot else ""
-    here = parse_ranks(arrived) if "…" not in arrived else set()
-    head_absent = snapshot is None or plan.head_pod in snapshot.missing_pods
-    absent = [
-        (name, first)
-        for name, first in objects.first_ranks.items()
-        if (head_absent if name == plan.head_pod else first not in here)
-    ]
+    arrived = stages.arrived
+    firsts = objects.first_ranks
+    unnamed = 0
+    if "…" not in arrived:
+        here = parse_ranks(arrived)
+        head_absent = plan.head_pod in snapshot.missing_pods if snapshot else 0 not in here
+        absent = [
+            (name, first)
+            for name, first in firsts.items()
+            if (head_absent if name == plan.head_pod else first not in here)
+        ]
+    else:
+        # So scattered that the list of ranks had to be cut; the monitor names the first pods that are missing.
+        named = snapshot.missing_pods if snapshot else []
+        absent = [(name, firsts[name]) for name in named if name in firsts]
+        if snapshot:
+            unnamed = max(0, snapshot.expected_pods - snapshot.arrived_pods - len(named))
     words = _by_reason(absent, plan, pods)
     text = f"{count_ranks(arrived)} of {plan.size} ranks arrived"
     if words:
         text += f"; waiting for {words}"
+    if unnamed:
+        text += f", and {unnamed} more pods"
     text += _warnings(snapshot)
     look_again_at = None
     relay = objects.head.relay if objects.head else None
     running_since = seconds(relay.state.running.started_at) if relay and relay.state.running else None
     if monitor_error and running_since is not None:
         if now - running_since >= _MONITOR_PATIENCE_S:
-            text = f"MonitorUnreachable: {monitor_error}; {text}"
+            text = f"{_UNREACHABLE}{monitor_error}; {text}"
         else:
             look_again_at = running_since + _MONITOR_PATIENCE_S
     return text[:1024], look_again_at

@@ -121,7 +121,9 @@ class World:
                         "name": f"{name}-{ordinal}",
                         "namespace": "ns",
                         "labels": obj["spec"]["template"]["metadata"]["labels"],
-                        "ownerReferences": [{"kind": "StatefulSet", "uid": obj["metadata"]["uid"], "name": name}],
+                        "ownerReferences": [
+                            {"kind": "StatefulSet", "uid": obj["metadata"]["uid"], "name": name, "controller": True}
+                        ],
                     },
                 }
                 self._store(pod)
