@@ -163,10 +163,9 @@ def main() -> None:
     print("  export KUBECONFIG=.cluster/kubeconfig PATH=$PWD/.cluster/bin:$PATH")
     print(f"  kubectl describe dpd {NAME}                  # every condition in words")
     print(f"  kubectl scale dpd {NAME} --replicas 2        # a second group")
-    print(
-        f"  kubectl delete pod -l dataparallel.io/name={NAME},dataparallel.io/role=worker --field-selector spec.nodeName=n1"
-    )
-    print("                                                   # lose ranks: the group is replaced as a whole")
+    worker = f"dataparallel.io/name={NAME},dataparallel.io/role=worker"
+    print(f"  kubectl delete $(kubectl get pods -l {worker} -o name | head -1)")
+    print("                                                   # lose a rank: the group is replaced as a whole")
 
 
 if __name__ == "__main__":
