@@ -262,6 +262,9 @@ class Vllm:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "TOKENIZERS_PARALLELISM": "false",
+            # Virtual machines may announce matrix instructions that they then refuse.
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "ATEN_CPU_CAPABILITY": "avx2",
         }
 
     def release(self, release: str) -> Release:

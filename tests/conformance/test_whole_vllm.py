@@ -30,6 +30,7 @@ def serve(vllm: Vllm, bed: Bed, model: Path, *argv: str) -> Program:
         [
             *(str(vllm.python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"),
             *("--load-format", "dummy", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8"),
+            *("--dtype", "float32"),
             *("--gpu-memory-utilization", "0.1", *argv),
         ],
         vllm.env(WHOLE, bed.directory),

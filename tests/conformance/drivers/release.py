@@ -18,6 +18,7 @@ import traceback
 import command_lines
 import engines
 import front_end
+import handshake_cost
 import vllm
 from vllm.sampling_params import SamplingParams  # noqa: F401 - imported before the forks
 from vllm.v1.engine import coordinator, core, core_client, utils  # noqa: F401 - imported before the forks
@@ -27,6 +28,7 @@ CASES = {
     "front_end": front_end.run,
     "engines": engines.run,
     "command_lines": command_lines.run,
+    "handshake_cost": handshake_cost.run,
 }
 
 

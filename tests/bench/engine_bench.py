@@ -1,0 +1,246 @@
+"""Our front end and our handshake beside vLLM's, with the same stand-in ranks, in one run.
+
+    python tests/bench/engine_bench.py [--ranks 8] [--requests 800] [--rounds 3] [--write]
+
+Requests: `--ranks` dense stand-in ranks that answer as fast as they can, first led by `dp-engine serve`, then by vLLM
+0.32's `serve` (one API server each, a tiny model's tokenizer at vLLM's). One client process asks for completions of
+eight tokens, one at a time (latency) and 32 at a time (throughput). Handshake: ranks are DEALERs in one process that
+say HELLO, wait for INIT, say READY and close; time runs from the first HELLO to the last READY at the head. Rounds
+alternate. Everything shares this machine. Prints Markdown; `--write` puts it into docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "operator"), str(REPOSITORY / "engine_image")]
+
+import aiohttp  # noqa: E402
+import zmq  # noqa: E402
+
+from dp_engine.front_end import run_handshake  # noqa: E402
+from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Init  # noqa: E402
+from dp_engine.processes import Stopper  # noqa: E402
+from tests.component.handshake.play import HELLO, READY, many_sockets  # noqa: E402
+from tests.conformance import environment, report  # noqa: E402
+from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Vllm, free_port  # noqa: E402
+
+TOKENS = 8
+AT_ONCE = 32
+SIZES = (1024, 4096)
+Heads = dict[str, Callable[[Bed, int, int], None]]
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+async def _ask(session: aiohttp.ClientSession, url: str) -> float:
+    """Seconds until the answer was complete."""
+    body = {"model": "m", "prompt": "hello", "max_tokens": TOKENS, "ignore_eos": True}
+    started = time.perf_counter()
+    async with session.post(url, json=body) as response:
+        answer = await response.json()
+    if answer["usage"]["completion_tokens"] != TOKENS:
+        raise SystemExit(f"an answer of another length: {answer}")
+    return time.perf_counter() - started
+
+
+async def _load(port: int, requests: int) -> tuple[float, float, float]:
+    """(median seconds alone, 95th percentile alone, requests per second at AT_ONCE)."""
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(_ask(session, url) for _ in range(AT_ONCE)))  # warm
+        alone = sorted([await _ask(session, url) for _ in range(requests // 4)])
+        left = iter(range(requests))
+
+        async def worker() -> None:
+            for _ in left:
+                await _ask(session, url)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+        rate = requests / (time.perf_counter() - started)
+    return statistics.median(alone), alone[len(alone) * 95 // 100], rate
+
+
+def measure_requests(start_head: Callable[[Bed, int, int], None], *, ranks: int, requests: int) -> list[float]:
+    """One head, its ranks, and the load."""
+    with tempfile.TemporaryDirectory(prefix="b") as directory:
+        bed = Bed(Path(directory))
+        try:
+            api, rpc = Api(bed, free_port()), free_port()
+            start_head(bed, api.port, rpc)
+            group = ("-dp", str(ranks), "-dpl", str(ranks), "-dpr", "0", "-dpa", "127.0.0.1", "-dpp", str(rpc))
+            bed.engine("--headless", *group, "--no-moe", "--tokens-per-second", "0", version=WHOLE)
+            end = time.monotonic() + 240
+            while api.call("/health")[0] != 200:
+                if time.monotonic() > end:
+                    raise SystemExit(bed.logs())
+                time.sleep(0.2)
+            return list(asyncio.run(_load(api.port, requests)))
+        finally:
+            bed.stop()
+
+
+def heads(vllm: Vllm, model: Path, ranks: int) -> Heads:
+    def common(api: int, rpc: int) -> tuple[str, ...]:
+        group = ("-dp", str(ranks), "-dpl", "0", "-dpa", "127.0.0.1", "-dpp", str(rpc))
+        return (*group, "--host", "127.0.0.1", "--port", str(api), "--api-server-count", "1")
+
+    def ours(bed: Bed, api: int, rpc: int) -> None:
+        bed.engine(*common(api, rpc), "--no-moe", "--disable-uvicorn-access-log", version=WHOLE, name="head")
+
+    def theirs(bed: Bed, api: int, rpc: int) -> None:
+        command = [str(vllm.python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        flags = ("--served-model-name", "m", "--load-format", "dummy", "--disable-uvicorn-access-log")
+        bed.start("vllm", [*command, *flags, *common(api, rpc)], vllm.env(WHOLE, bed.directory))
+
+    return {"ours": ours, "vLLM": theirs}
+
+
+def compare_requests(vllm: Vllm, *, ranks: int, requests: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        script = [str(vllm.python), str(DRIVERS / "tiny_models.py"), folder]
+        subprocess.run(script, check=True, env=vllm.env(WHOLE, Path(folder)), capture_output=True)
+        found = {
+            name: measure_requests(start, ranks=ranks, requests=requests)
+            for name, start in heads(vllm, Path(folder) / "tiny-dense", ranks).items()
+        }
+    lines = [
+        f"| {ranks} stand-in ranks, completions of {TOKENS} tokens | our front end | vLLM {WHOLE}'s | ours / vLLM's |",
+        "|---|---|---|---|",
+    ]
+    names = ("one at a time, median", "one at a time, 95th percentile")
+    for number, name in enumerate(names):
+        one, other = found["ours"][number] * 1000, found["vLLM"][number] * 1000
+        lines.append(f"| {name} | {one:.2f} ms | {other:.2f} ms | {one / other:.2f} |")
+    one, other = found["ours"][2], found["vLLM"][2]
+    lines.append(f"| {AT_ONCE} at a time | {one:.0f} requests/s | {other:.0f} requests/s | {one / other:.2f} |")
+    return "\n".join(lines)
+
+
+# --- Handshake --------------------------------------------------------------------------------------------------------
+def our_head(pipe: Connection, port: int, size: int) -> None:
+    machine = FrontEndHandshake(
+        expected=[Expected(rank=rank, local=False) for rank in range(size)],
+        init=Init(addresses=Addresses(inputs=["tcp://127.0.0.1:1"], outputs=["tcp://127.0.0.1:2"]), parallel_config={}),
+        remote_headless=True,
+        config_hash=None,
+    )
+    pipe.send("listening")
+    run_handshake(
+        machine,
+        context=zmq.Context(),
+        address=f"tcp://127.0.0.1:{port}",
+        children=[],
+        stopper=Stopper(),
+        fault_list=(),
+    )
+    pipe.send(time.monotonic())
+
+
+def all_ranks(pipe: Connection, port: int, size: int) -> None:
+    with many_sockets() as context:
+        pipe.send("up")
+        pipe.recv()
+        pipe.send(time.monotonic())
+        sockets = []
+        for rank in range(size):
+            sock = context.socket(zmq.DEALER)
+            sock.set(zmq.IDENTITY, rank.to_bytes(2, "little"))
+            sock.set(zmq.LINGER, 5000)
+            sock.connect(f"tcp://127.0.0.1:{port}")
+            sock.send(HELLO)
+            sockets.append(sock)
+        for sock in sockets:
+            sock.recv()
+        for sock in sockets:
+            sock.send(READY)
+            sock.close()
+        pipe.recv()
+
+
+def measure_handshake(vllm: Vllm | None, size: int) -> float:
+    """Seconds from the first HELLO to the last READY; None is our head."""
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port()
+    rank_pipe, rank_end = spawn.Pipe()
+    processes = [spawn.Process(target=all_ranks, args=(rank_end, port, size))]
+    with tempfile.TemporaryDirectory(prefix="b") as directory:
+        bed = Bed(Path(directory))
+        try:
+            if vllm is None:
+                head_pipe, head_end = spawn.Pipe()
+                processes.append(spawn.Process(target=our_head, args=(head_end, port, size)))
+                processes[1].start()
+                head_pipe.recv()
+            else:
+                case = vllm.release(WHOLE).case(bed, "handshake_cost", size=size, port=port)
+                case.message("listening", within_s=120)
+            processes[0].start()
+            rank_pipe.recv()
+            rank_pipe.send("go")
+            started = float(rank_pipe.recv())
+            ended = float(head_pipe.recv() if vllm is None else case.message("done", within_s=120))
+            rank_pipe.send("end")
+            return ended - started
+        finally:
+            bed.stop()
+            for process in processes:
+                if process.pid is not None:
+                    process.join(10)
+                    process.kill()
+
+
+def compare_handshakes(vllm: Vllm, *, rounds: int) -> str:
+    lines = [
+        f"| handshake, HELLO to last READY, median of {rounds} | our loop | vLLM {WHOLE}'s loop | ours / vLLM's |",
+        "|---|---|---|---|",
+    ]
+    for size in SIZES:
+        ours: list[float] = []
+        theirs: list[float] = []
+        for number in range(rounds):
+            for one in (None, vllm) if number % 2 == 0 else (vllm, None):
+                (ours if one is None else theirs).append(measure_handshake(one, size))
+        one, other = statistics.median(ours), statistics.median(theirs)
+        lines.append(f"| {size:,} ranks | {one:.2f} s | {other:.2f} s | {one / other:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/compatibility.md")
+    options = parser.parse_args()
+    root = environment.place()
+    if not root.exists():
+        print("skipped: real vLLM is not installed; run `python3 -m tests.conformance.environment`")
+        return
+    with tempfile.TemporaryDirectory(prefix="b") as directory:
+        vllm = Vllm(root, Path(directory))
+        try:
+            handshakes = compare_handshakes(vllm, rounds=options.rounds)
+        finally:
+            vllm.stop()
+        print(handshakes, flush=True)
+        requests = compare_requests(vllm, ranks=options.ranks, requests=options.requests)
+        print(f"\n{requests}")
+    if options.write:
+        body = f"{requests}\n\n{handshakes}"
+        report.PAGE.write_text(report.replace_region(report.PAGE.read_text(), "bench", body))
+
+
+if __name__ == "__main__":
+    main()
