@@ -51,6 +51,8 @@ class World:
         self.strangers: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
         self.blocked: dict[str, str] = {}
+        self.errors: list[str] = []
+        self.monitor_errors: dict[str, str] = {}
         self.log: list[str] = []
         self.status_writes = 0
         self._numbers = itertools.count(1)
@@ -68,7 +70,15 @@ class World:
         )
         number = next(self._numbers)
         return plan(
-            Situation(cr=self.cr, picture=picture, settings=SETTINGS, now=self.now, token=number.to_bytes(16, "big"))
+            Situation(
+                cr=self.cr,
+                picture=picture,
+                settings=SETTINGS,
+                now=self.now,
+                token=number.to_bytes(16, "big"),
+                errors=self.errors,
+                monitor_errors=self.monitor_errors,
+            )
         )
 
     def reconcile(self) -> Plan:
@@ -236,6 +246,11 @@ class World:
                 },
             }
         ]
+
+    def annotate(self, name: str, value: str) -> None:
+        """A user sets an annotation of the custom resource."""
+        meta = msgspec.structs.replace(self.cr.metadata, annotations={name: value})
+        self.cr = msgspec.structs.replace(self.cr, metadata=meta)
 
     def take_log(self) -> list[str]:
         log, self.log = self.log, []
