@@ -76,6 +76,14 @@ def test_every_spec_number_is_bounded(schema):
     assert open_numbers == []
 
 
+def test_no_quantity_or_share_can_be_negative(schema):
+    numbers = [(path, node) for path, node in walk(schema) if "x-kubernetes-int-or-string" in node]
+    assert any(path.endswith(".sharedMemory") for path, _ in numbers)
+    for path, node in numbers:
+        assert not jsonschema.Draft202012Validator(node).is_valid(-1), path
+        assert not jsonschema.Draft202012Validator(node).is_valid("-1"), path
+
+
 def test_nothing_is_nullable_and_nothing_refers_elsewhere(schema):
     text = json.dumps(schema)
     assert "nullable" not in text

@@ -53,6 +53,8 @@ def test_an_operator_whose_clock_is_wrong_takes_no_pod_for_one_made_again(skew_s
     world.now += 20
     world.release(incarnation)
     world.reconcile()
+    world.now += 1
+    world.reconcile()
     assert world.entry().incarnation == incarnation
     assert not world.entry().last_failures
 
@@ -72,8 +74,8 @@ def test_a_head_node_whose_clock_is_wrong_neither_ends_a_start_nor_hides_a_loss(
     world.relay_says(incarnation, lost=lost)
     decided = world.reconcile()
     assert world.entry().state == "Starting", "the kubelet may still tell the exit code"
+    assert decided.look_again_at <= world.now + 5
     world.now = decided.look_again_at
-    assert decided.look_again_at < world.cr.spec.startup.timeout_seconds + world.now
     world.reconcile()
     assert world.cr.status.groups[0].last_failures[0].reason == "RankLost"
 

@@ -93,6 +93,7 @@ def test_a_very_long_restart_annotation_restarts_once():
     fits(decided.status)
     world.kubelets_finish_deleting()
     incarnation = world.make_ready()
+    fits(world.cr.status)
     world.now += 10
     world.reconcile()
     assert world.entry().incarnation == incarnation
