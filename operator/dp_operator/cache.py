@@ -54,7 +54,9 @@ class Cache:
         Kubelets report every few seconds; all but a few of these reports change nothing.
         """
         meta = obj["metadata"]
-        ready = next((c["status"] for c in (obj.get("status") or {}).get("conditions") or [] if c["type"] == "Ready"), "")
+        ready = next(
+            (c["status"] for c in (obj.get("status") or {}).get("conditions") or [] if c["type"] == "Ready"), ""
+        )
         node = Node(
             name=meta["name"],
             ready=ready or "True",  # a node that has not reported yet has nothing to lose

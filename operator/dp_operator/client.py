@@ -167,7 +167,9 @@ class Client:
     async def log(self, namespace: str, pod: str, *, previous: bool) -> str:
         """The end of the engine's log, at most _LOG_BYTES of it; previous: of the container before the last restart."""
         params = {"container": "engine", "tailLines": str(_LOG_LINES), "limitBytes": str(_LOG_BYTES)}
-        answer = await self._send("GET", f"{path('Pod', namespace, pod)}/log", params=params | ({"previous": "true"} if previous else {}))
+        answer = await self._send(
+            "GET", f"{path('Pod', namespace, pod)}/log", params=params | ({"previous": "true"} if previous else {})
+        )
         return answer.decode(errors="replace")
 
     async def replace(self, obj: Object) -> Object:

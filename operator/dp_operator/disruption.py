@@ -71,16 +71,16 @@ def blocked(
     waiting = [e for e in entries if rollout.alive(e) and on_nodes(e, picture, all_nodes)]
     if not waiting:
         return None
-    where = "; ".join(
-        f"group {e.index} has pods on {', '.join(on_nodes(e, picture, all_nodes))}" for e in waiting[:4]
-    )
+    where = "; ".join(f"group {e.index} has pods on {', '.join(on_nodes(e, picture, all_nodes))}" for e in waiting[:4])
     closed = [e for e in waiting if on_nodes(e, picture, all_nodes - asked)]
     if closed:
         names = ",".join(sorted(all_nodes - asked))
         return (
             "PolicyClosed",
-            f"{where}. disruption.policy is Closed, so no eviction is let through: to move the groups, one at a time, "
-            f"set annotation {naming.ANNOTATION_DRAIN_NODES} to {names}",
+            (
+                f"{where}. disruption.policy is Closed, so no eviction is let through: to move the groups, one at a time, "
+                f"set annotation {naming.ANNOTATION_DRAIN_NODES} to {names}"
+            ),
         )
     if to_open(cr, picture, entries, wanted=wanted) or any(e.replaces for e in waiting):
         return None
@@ -89,6 +89,8 @@ def blocked(
         return "SuccessorStarting", f"{where}. Their successors have to be ready first (rollout.maxUnavailable is 0)"
     return (
         "NoBudget",
-        f"{where}. Too few groups serve to let one go (rollout.maxUnavailable {cr.spec.rollout.max_unavailable}): "
-        "it goes on by itself once more groups are ready",
+        (
+            f"{where}. Too few groups serve to let one go (rollout.maxUnavailable {cr.spec.rollout.max_unavailable}): "
+            "it goes on by itself once more groups are ready"
+        ),
     )

@@ -61,7 +61,7 @@ def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | Non
     """Which log explains a failure; None where no engine of a pod that still exists has ended."""
     pod = next((p for p in objects.pods if p.name == failure.pod), None)
     engine = pod.engine if pod else None
-    if not failure.charged or engine is None or _engine_end(pod) is None:
+    if not failure.charged or pod is None or engine is None or _engine_end(pod) is None:
         return None
     return LogWanted(failure.incarnation, failure.pod, previous=engine.state.terminated is None)
 
@@ -69,7 +69,9 @@ def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | Non
 def with_log(status: Status, wanted: LogWanted, text: str) -> Status:
     """The status with what a log adds to the failure that it was read for."""
     groups = [
-        msgspec.structs.replace(group, last_failures=[explained(group.last_failures[0], text), *group.last_failures[1:]])
+        msgspec.structs.replace(
+            group, last_failures=[explained(group.last_failures[0], text), *group.last_failures[1:]]
+        )
         if group.incarnation == wanted.incarnation and group.last_failures
         else group
         for group in status.groups
@@ -198,7 +200,7 @@ def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float) ->
     else:
         klass, reason, words = _CLEAN, "EngineExited", "exited with code 0, which for an engine is a failure too"
     message = ended.message
-    if reason in ("EngineExited",):
+    if reason == "EngineExited":
         reason = symptoms.reason(message) or reason
     on = f" on {pod.spec.node_name}" if pod.spec.node_name else ""
     return klass, Failure(

@@ -350,7 +350,7 @@ def _delay_s(situation: Situation, entry: GroupStatus, failure: Failure, restart
         # Two groups that each hold half of what the other needs must not come back in step: the id decides by how much.
         tries = 1 + sum(f.reason == failure.reason for f in entry.last_failures)
         jitter = 1 + int.from_bytes(hashlib.sha256(entry.incarnation.encode()).digest()[:2], "big") / 0xFFFF
-        return jitter * min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (tries - 1))
+        return jitter * float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (tries - 1)))
     if not failure.charged:
         return 0.0
     return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
@@ -479,14 +479,15 @@ def _replace_changed(
             elif not rollout.available(entry, picture):
                 if entry.state == "Starting" or not held:
                     stop[entry.incarnation] = "spec changed"
-            elif successor is None and len(successors) + len(begin) < limits.surge and _room(
-                entries, entry.index, wanted, surge=limits.surge, more=len(begin)
+            elif (
+                successor is None
+                and len(successors) + len(begin) < limits.surge
+                and _room(entries, entry.index, wanted, surge=limits.surge, more=len(begin))
             ):
                 begin.append(entry)
-            elif free > 0 and (not limits.surge or len(serving) > 1 or _no_room(successor)):
-                if successor is None or _no_room(successor):
-                    free -= 1
-                    stop[entry.incarnation] = "spec changed"
+            elif free > 0 and (_no_room(successor) or (successor is None and (not limits.surge or len(serving) > 1))):
+                free -= 1
+                stop[entry.incarnation] = "spec changed"
     if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:
         begin += _successors_for_drains(situation, entries, wanted, limits, begun=begin)
     result = []
@@ -527,9 +528,7 @@ def _accepted(situation: Situation, revision: str, changed: list[GroupStatus], d
         return True
     verdict = situation.verdicts.get(revision)
     if verdict is None:
-        inc = render.Incarnation(
-            cr=situation.cr, group=0, id="check", revision=revision, settings=situation.settings
-        )
+        inc = render.Incarnation(cr=situation.cr, group=0, id="check", revision=revision, settings=situation.settings)
         draft.checks = [render.head_pod(inc), *render.stateful_sets(inc)]
     return verdict == ""
 
@@ -552,9 +551,7 @@ def _successors_for_drains(
         if not rollout.available(entry, situation.picture) or not disruption.on_nodes(entry, situation.picture, nodes):
             continue
         more = len(begun) + len(chosen)
-        if len(successors) + more < limits.surge and _room(
-            entries, entry.index, wanted, surge=limits.surge, more=more
-        ):
+        if len(successors) + more < limits.surge and _room(entries, entry.index, wanted, surge=limits.surge, more=more):
             chosen.append(entry)
     return chosen
 

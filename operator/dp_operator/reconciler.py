@@ -80,8 +80,8 @@ class Reconciler:
         obj = event["object"]
         if kind == NODE:
             deleted = event["type"] == "DELETED"
-            for key in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
-                self.queue.add(key)
+            for touched in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
+                self.queue.add(touched)
             return
         key = self.cache.remove(kind, obj) if event["type"] == "DELETED" else self.cache.put(kind, obj)
         if key:

@@ -218,9 +218,7 @@ def _stalled(
     return _condition("Stalled", False, "AsExpected", "no person is needed")
 
 
-def _drain_blocked(
-    cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int
-) -> Condition:
+def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int) -> Condition:
     found = disruption.blocked(cr, picture, entries, wanted=wanted)
     if found:
         return _condition("DrainBlocked", True, *found)

@@ -16,14 +16,18 @@ _ERROR_BLOCK_LINES = 12
 _REASONS = (
     (
         "ModelAccessDenied",
-        r"GatedRepoError|RepositoryNotFoundError|Access to model \S+ is restricted|"
-        r"40[13] Client Error: \S+ for url: \S*(huggingface|modelscope)|Cannot access gated repo",
+        (
+            r"GatedRepoError|RepositoryNotFoundError|Access to model \S+ is restricted|"
+            r"40[13] Client Error: \S+ for url: \S*(huggingface|modelscope)|Cannot access gated repo"
+        ),
     ),
     ("DiskFull", r"No space left on device|Disk quota exceeded|Not enough disk space"),
     (
         "NoKVCacheMemory",
-        r"No available memory for the cache blocks|larger than the available KV cache memory|"
-        r"larger than the maximum number of tokens that can be stored in KV cache",
+        (
+            r"No available memory for the cache blocks|larger than the available KV cache memory|"
+            r"larger than the maximum number of tokens that can be stored in KV cache"
+        ),
     ),
     (
         "GPUOutOfMemory",
@@ -31,17 +35,23 @@ _REASONS = (
     ),
     (
         "CollectiveTimeout",
-        r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
-        r"(NCCL|RCCL|HCCL|[Gg]loo|ProcessGroup\w*).{0,200}([Tt]imed? ?out)|[Tt]imed out.{0,80}(all_?reduce|barrier|broadcast)",
+        (
+            r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
+            r"(NCCL|RCCL|HCCL|[Gg]loo|ProcessGroup\w*).{0,200}([Tt]imed? ?out)|[Tt]imed out.{0,80}(all_?reduce|barrier|broadcast)"
+        ),
     ),
     (
         "ArgumentsRejected",
-        r"error: (unrecognized arguments|argument |the following arguments|ambiguous option)|"
-        r"pydantic_core\.\S*ValidationError.*(ParallelConfig|ModelConfig|VllmConfig|EngineArgs)",
+        (
+            r"error: (unrecognized arguments|argument |the following arguments|ambiguous option)|"
+            r"pydantic_core\.\S*ValidationError.*(ParallelConfig|ModelConfig|VllmConfig|EngineArgs)"
+        ),
     ),
 )
 _COMPILED = tuple((reason, re.compile(pattern)) for reason, pattern in _REASONS)
-_ERROR = re.compile(r"Traceback \(most recent call last\)|\b(ERROR|CRITICAL|FATAL)\b|\w*(Error|Exception)\b: |\berror: ")
+_ERROR = re.compile(
+    r"Traceback \(most recent call last\)|\b(ERROR|CRITICAL|FATAL)\b|\w*(Error|Exception)\b: |\berror: "
+)
 
 
 def reason(text: str) -> str:

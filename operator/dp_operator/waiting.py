@@ -61,9 +61,7 @@ def counts(objects: IncarnationObjects, *, serving: bool) -> tuple[int, int, int
     return arrived, connected, loaded, ready
 
 
-def describe(
-    objects: IncarnationObjects, now: float, monitor_error: str, *, devices_per_rank: int = 0
-) -> Waiting:
+def describe(objects: IncarnationObjects, now: float, monitor_error: str, *, devices_per_rank: int = 0) -> Waiting:
     """Say what one starting incarnation waits for, and what it holds meanwhile."""
     snapshot, plan = objects.snapshot, objects.plan
     stages = reached(snapshot)
@@ -128,9 +126,7 @@ def _before_release(
     return text[:1024], look_again_at
 
 
-def _held(
-    plan: LaunchPlan, objects: IncarnationObjects, now: float, devices_per_rank: int
-) -> tuple[str, float | None]:
+def _held(plan: LaunchPlan, objects: IncarnationObjects, now: float, devices_per_rank: int) -> tuple[str, float | None]:
     """What the pods that have a node keep from others, since when, and what is still missing."""
     unit, units = ("device", devices_per_rank) if devices_per_rank else ("rank's place", 1)
 

@@ -24,14 +24,14 @@ from tests.simulation.cluster import (
     INVALID,
     NAMESPACE,
     UNPULLABLE,
-    Broken,
+    BrokenError,
     Cluster,
     Object,
     is_ready,
     is_running,
 )
 from tests.simulation.process import Complaints, Process, Weather
-from tests.simulation.virtual import Deadlock, Frantic, Loop
+from tests.simulation.virtual import DeadlockError, FranticError, Loop
 
 GOOD = "vllm/vllm-openai:v0.32.0"
 PATIENCE_S = 4000.0  # from the last fault to rest, at most
@@ -62,7 +62,11 @@ class History:
         count = chance.choice((1, 1, 2, 2, 3, 4, 5))
         kinds = list(FAULTS)
         faults = sorted(
-            Fault(at=round(chance.choice((20.0, 60.0, 120.0)) * chance.random(), 2), kind=chance.choice(kinds), pick=chance.randrange(1 << 30))
+            Fault(
+                at=round(chance.choice((20.0, 60.0, 120.0)) * chance.random(), 2),
+                kind=chance.choice(kinds),
+                pick=chance.randrange(1 << 30),
+            )
             for _ in range(count)
         )
         return History(
@@ -102,7 +106,12 @@ class World:
             "rollout": {"maxSurge": history.surge, "maxUnavailable": history.unavailable},
             "disruption": {"policy": history.policy},
             "startup": {"timeoutSeconds": 120, "scheduleTimeoutSeconds": 60},
-            "failurePolicy": {"backoffSeconds": 5, "maxBackoffSeconds": 40, "stableSeconds": 60, "unhealthySeconds": 20},
+            "failurePolicy": {
+                "backoffSeconds": 5,
+                "maxBackoffSeconds": 40,
+                "stableSeconds": 60,
+                "unhealthySeconds": 20,
+            },
         }
         self.annotations: dict[str, str] = {}
         self.last_fault_ends = 0.0
@@ -230,7 +239,9 @@ class Watchdog:
         if obj is None or obj["metadata"]["uid"] != owner or incarnation is None:
             return  # garbage collection takes it away at once
         if incarnation not in self._ledger(owner):
-            raise Broken(f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger")
+            raise BrokenError(
+                f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger"
+            )
         if manifest["kind"] == "Pod":
             self._room(process, manifest)
 
@@ -248,10 +259,10 @@ class Watchdog:
         alive[labels[naming.LABEL_INCARNATION]] = int(labels[naming.LABEL_GROUP])
         mine = sum(group == int(labels[naming.LABEL_GROUP]) for group in alive.values())
         if mine > (2 if surge else 1):
-            raise Broken(f"{mine} incarnations of group {labels[naming.LABEL_GROUP]} at once, maxSurge is {surge}")
+            raise BrokenError(f"{mine} incarnations of group {labels[naming.LABEL_GROUP]} at once, maxSurge is {surge}")
         wanted = [i for i in alive.values() if i < spec.replicas]
         if len(wanted) > spec.replicas + surge:
-            raise Broken(f"{len(wanted)} incarnations for {spec.replicas} groups and maxSurge {surge}")
+            raise BrokenError(f"{len(wanted)} incarnations for {spec.replicas} groups and maxSurge {surge}")
 
     def before_delete(self, process: Process, obj: Object) -> None:
         labels = obj["metadata"]["labels"]
@@ -260,7 +271,7 @@ class Watchdog:
             return
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
-            raise Broken(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
+            raise BrokenError(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
         if obj["kind"] == "Pod" and self._known_ready(process, obj) and incarnation not in self._world.touched:
             self._budget(process, obj)
 
@@ -269,7 +280,9 @@ class Watchdog:
         """Whether a pod is ready and was so for the operator when it decided."""
         uid = pod["metadata"]["labels"][naming.LABEL_UID]
         return is_ready(pod) and any(
-            is_ready(obj) for _, obj in process.reconciler.cache.owned(uid) if obj["metadata"]["uid"] == pod["metadata"]["uid"]
+            is_ready(obj)
+            for _, obj in process.reconciler.cache.owned(uid)
+            if obj["metadata"]["uid"] == pod["metadata"]["uid"]
         )
 
     def _budget(self, process: Process, head: Object) -> None:
@@ -280,7 +293,10 @@ class Watchdog:
         entry = self._ledger(uid).get(labels[naming.LABEL_INCARNATION]) or {}
         if spec.suspend or int(labels[naming.LABEL_GROUP]) >= spec.replicas:
             return
-        if entry.get("lastFailures") and entry["lastFailures"][0].get("incarnation") == labels[naming.LABEL_INCARNATION]:
+        if (
+            entry.get("lastFailures")
+            and entry["lastFailures"][0].get("incarnation") == labels[naming.LABEL_INCARNATION]
+        ):
             return  # it failed by itself: engine ends are faults too
         others = {
             other["metadata"]["labels"][naming.LABEL_GROUP]
@@ -298,7 +314,7 @@ class Watchdog:
         if labels[naming.LABEL_GROUP] in others:
             return  # its successor serves
         if len(others) < spec.replicas - unavailable:
-            raise Broken(
+            raise BrokenError(
                 f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "
                 f"maxUnavailable is {unavailable}"
             )
@@ -354,7 +370,9 @@ def _engine_ends(world: World, chance: random.Random) -> None:
     if pods:
         pod = chance.choice(pods)
         world.touch(pod)
-        code, reason = chance.choice(((1, "Error"), (0, "Completed"), (137, "OOMKilled"), (139, "Error"), (143, "Error")))
+        code, reason = chance.choice(
+            ((1, "Error"), (0, "Completed"), (137, "OOMKilled"), (139, "Error"), (143, "Error"))
+        )
         world.cluster._engine_ends(pod["metadata"]["uid"], code, reason)
 
 
@@ -617,11 +635,11 @@ def run(history: History) -> Outcome:
     count = 0
     try:
         wrong, count = loop.run_until_complete(_play(history, trace))
-    except Broken as error:
+    except BrokenError as error:
         wrong = str(error)
-    except Frantic:
+    except FranticError:
         wrong = "the loop turns and turns"
-    except Deadlock:
+    except DeadlockError:
         wrong = "nothing could happen any more"
     finally:
         for task in asyncio.all_tasks(loop):

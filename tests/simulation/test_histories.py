@@ -71,7 +71,9 @@ def test_the_operator_killed_after_any_single_write_of_a_start_ends_in_the_same_
     from tests.simulation import history as module
 
     for write in range(1, 16):
-        monkeypatch.setitem(module.FAULTS, "kill", lambda world, chance, n=write: setattr(world.weather, "kill_at_write", n))
+        monkeypatch.setitem(
+            module.FAULTS, "kill", lambda world, chance, n=write: setattr(world.weather, "kill_at_write", n)
+        )
         outcome = run(replace(PLAIN, replicas=1, faults=(Fault(at=0.0, kind="kill", pick=write),)))
         assert not outcome.wrong, report(outcome)
         assert any("operator dies" in line for line in outcome.trace)
@@ -84,7 +86,11 @@ def test_an_invariant_that_is_broken_is_found_and_shrunk_to_the_fault_that_break
         world.cluster._store("ConfigMap", module_manifest(), "ADDED")
 
     def module_manifest():
-        labels = {"app.kubernetes.io/managed-by": "x", "dataparallel.io/incarnation": "zzzzz", "dataparallel.io/uid": "u"}
+        labels = {
+            "app.kubernetes.io/managed-by": "x",
+            "dataparallel.io/incarnation": "zzzzz",
+            "dataparallel.io/uid": "u",
+        }
         return {"kind": "ConfigMap", "metadata": {"name": "left", "namespace": "ns", "labels": labels}}
 
     monkeypatch.setitem(module.FAULTS, "leave behind", leave_behind)

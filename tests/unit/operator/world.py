@@ -51,6 +51,8 @@ class World:
         self.strangers: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
         self.blocked: dict[str, str] = {}
+        self.nodes: dict[str, observe.Node] = {}
+        self.verdicts: dict[str, str] | None = None
         self.log: list[str] = []
         self.status_writes = 0
         self._numbers = itertools.count(1)
@@ -65,10 +67,18 @@ class World:
             strangers=self.strangers,
             refused=self.refused,
             blocked=self.blocked,
+            nodes=self.nodes,
         )
         number = next(self._numbers)
         return plan(
-            Situation(cr=self.cr, picture=picture, settings=SETTINGS, now=self.now, token=number.to_bytes(16, "big"))
+            Situation(
+                cr=self.cr,
+                picture=picture,
+                settings=SETTINGS,
+                now=self.now,
+                token=number.to_bytes(16, "big"),
+                verdicts=self.verdicts,
+            )
         )
 
     def reconcile(self) -> Plan:
@@ -79,7 +89,7 @@ class World:
                 self.cr = msgspec.structs.replace(self.cr, status=decided.status)
                 self.status_writes += 1
                 self.log.append("status")
-            self.log += [f"event {event.reason}" for event in decided.events]
+            self.log += [f"event {event.reason}: {event.note}" for event in decided.events]
             for action in itertools.chain.from_iterable(decided.steps):
                 self.act(action)
             due = decided.look_again_at is not None and decided.look_again_at <= self.now
@@ -203,7 +213,10 @@ class World:
     def make_ready(self, index: int = 0) -> str:
         """Bring one group all the way up; returns its incarnation."""
         self.reconcile()
-        incarnation = self.entry(index).incarnation
+        return self.bring_up(self.entry(index).incarnation)
+
+    def bring_up(self, incarnation: str) -> str:
+        """Bring one incarnation whose objects exist all the way up."""
         self.run_pods(incarnation)
         self.release(incarnation)
         self.reconcile()
