@@ -220,7 +220,10 @@ def _step(situation: Situation, entry: GroupStatus, wanted: int, draft: _Draft) 
     if entry.state == "Stopping":
         return _step_stopping(situation, entry, objects, wanted, draft)
     if entry.index >= wanted:
-        return replace(entry, state="Stopping", waiting_for="", next_attempt_at=None)
+        why = "suspend is true" if situation.cr.spec.suspend else f"replicas is {wanted}"
+        words = f"group {entry.index} ({entry.incarnation}): {why}"
+        draft.events.append(Event("Normal", "GroupRemoved", words))
+        return replace(entry, state="Stopping", waiting_for="", next_attempt_at=None, replaces="")
     refusal = situation.picture.refused.get(entry.incarnation)
     if refusal:
         failure = Failure(

@@ -179,8 +179,9 @@ class World:
 
     def run_pods(self, incarnation: str) -> None:
         """Every pod of an incarnation gets a node and runs."""
+        places = [n for n in ("n1", "n2", "n3") if n not in self.nodes or not self.nodes[n].unschedulable]
         for number, pod in enumerate(self.pods_of(incarnation)):
-            pod["spec"] = {"nodeName": f"n{number % 3 + 1}"}
+            pod["spec"] = {"nodeName": places[number % len(places)]}
             pod["status"] = {
                 "phase": "Running",
                 "podIP": f"198.18.101.{number + 1}",
