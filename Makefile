@@ -46,6 +46,10 @@ lint: $(STAMP) ## Formatting, lint, types, layers
 unit: $(STAMP) ## Fast tests: pure code, no cluster
 	$(BIN)/pytest -q -n 2 tests/unit
 
+.PHONY: simulation
+simulation: $(STAMP) ## 20,000 histories of faults on a virtual clock, both cores
+	SIMULATION_HISTORIES=20000 $(BIN)/pytest -q tests/simulation
+
 .PHONY: component
 component: $(STAMP) ## Real sockets and processes on loopback and in own network namespaces
 	$(BIN)/pytest -q tests/component
@@ -89,7 +93,7 @@ e2e: $(STAMP) up images install ## End-to-end tests on the cluster
 	$(BIN)/pytest -q tests/apiserver tests/e2e
 
 .PHONY: test
-test: lint unit component chart e2e ## Everything
+test: lint unit simulation component chart e2e ## Everything
 
 .PHONY: bench
 bench: $(STAMP) up images install ## The numbers of docs/performance.md
