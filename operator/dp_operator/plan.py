@@ -257,7 +257,10 @@ def _step(situation: Situation, entry: GroupStatus, wanted: int, draft: _Draft) 
     if entry.state == "Stopping":
         return _step_stopping(situation, entry, objects, wanted, draft)
     if entry.index >= wanted:
-        return replace(entry, state="Stopping", waiting_for="", next_attempt_at=None)
+        why = "suspend is true" if situation.cr.spec.suspend else f"replicas is {wanted}"
+        words = f"group {entry.index} ({entry.incarnation}): {why}"
+        draft.events.append(Event("Normal", "GroupRemoved", words))
+        return replace(entry, state="Stopping", waiting_for="", next_attempt_at=None, replaces="")
     refusal = situation.picture.refused.get(entry.incarnation)
     if refusal:
         failure = Failure(
@@ -542,11 +545,7 @@ def _replace_changed(
                 and _room(entries, entry.index, wanted, surge=limits.surge, more=len(begin))
             ):
                 begin.append(entry)
-            elif (
-                free > 0
-                and (not limits.surge or len(serving) > 1 or _no_room(successor))
-                and (successor is None or _no_room(successor))
-            ):
+            elif free > 0 and (_no_room(successor) or (successor is None and (not limits.surge or len(serving) > 1))):
                 free -= 1
                 stop[entry.incarnation] = why(entry)
     if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:

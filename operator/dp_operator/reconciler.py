@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import secrets
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +22,7 @@ import msgspec
 from dp_operator import api, naming, rules, versions
 from dp_operator.cache import NODE, WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
+from dp_operator.clock import SteadyClock
 from dp_operator.failure import with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
@@ -57,7 +57,7 @@ class Reconciler:
         *,
         namespaces: list[str],
         monitors: Callable[[Callable[[Key], None]], Monitors] = Monitors,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         chance: random.Random | None = None,
     ) -> None:
         """monitors, clock (seconds since the epoch) and chance are the world outside; a simulation has its own."""
@@ -71,7 +71,7 @@ class Reconciler:
         self._rules: dict[str, tuple[tuple[int, str | None], list[str]]] = {}
         self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
         self._monitors = monitors(self.queue.add)
-        self._clock = clock
+        self._clock = clock or SteadyClock()
         self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
@@ -92,8 +92,8 @@ class Reconciler:
         obj = event["object"]
         if kind == NODE:
             deleted = event["type"] == "DELETED"
-            for concerned in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
-                self.queue.add(concerned)
+            for touched in self.cache.remove_node(obj["metadata"]["name"]) if deleted else self.cache.put_node(obj):
+                self.queue.add(touched)
             return
         if event["type"] == "DELETED":
             key = self.cache.remove(kind, obj)

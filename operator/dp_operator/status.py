@@ -211,7 +211,7 @@ def _progressing(
     if refused:
         return _condition("Progressing", False, "RevisionRefused", f"nothing was deleted: {refused}")
     if held:
-        words = [f"group {e.index} failed {e.restarts} times in the new revision" for e in held]
+        words = [f"group {e.index} failed {_times(e.restarts)} in the new revision" for e in held]
         if held[0].last_failures:
             words.append(f"last: {held[0].last_failures[0].reason}: {held[0].last_failures[0].message}")
         words.append("the other groups keep the old revision; correct the spec or roll it back")
@@ -234,6 +234,10 @@ def _degraded(current: list[GroupStatus]) -> Condition:
     if bad:
         return _condition("Degraded", True, "RepeatedFailures", "; ".join(_repeated(entry) for entry in bad))
     return _condition("Degraded", False, "AsExpected", "no group fails repeatedly")
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _repeated(entry: GroupStatus) -> str:
@@ -260,7 +264,7 @@ def _stalled(
     if limit is not None:
         over = [e for e in current if e.state == "Waiting" and e.restarts > limit]
         if over:
-            words = [f"group {e.index} failed {e.restarts} times, failurePolicy.maxRestarts is {limit}" for e in over]
+            words = [f"group {e.index} failed {_times(e.restarts)}, failurePolicy.maxRestarts is {limit}" for e in over]
             words.append(f"change the spec, or set annotation {naming.ANNOTATION_RESTART} to a new value")
             return _condition("Stalled", True, "TooManyRestarts", "; ".join(words))
     return _condition("Stalled", False, "AsExpected", "no person is needed")

@@ -34,7 +34,7 @@ TAINT_EVICTION_S = 30.0
 BROKEN, HANGING, UNPULLABLE, INVALID = "broken", "hanging", "unpullable", "invalid"
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """An invariant does not hold."""
 
 
@@ -379,7 +379,7 @@ class Cluster:
         plan = json.loads(self.objects["ConfigMap", config]["data"]["plan.json"])
         labels = pod["metadata"]["labels"]
         if plan["incarnation"] != labels[naming.LABEL_INCARNATION]:
-            raise Broken(f"pod {pod['metadata']['name']} reads the launch plan of {plan['incarnation']}")
+            raise BrokenError(f"pod {pod['metadata']['name']} reads the launch plan of {plan['incarnation']}")
         number = next(self.addresses)
         status = {
             **(pod.get("status") or {}),
@@ -407,7 +407,7 @@ class Cluster:
             return
         name = pod["metadata"]["name"]
         if relay.incarnation != pod["metadata"]["labels"][naming.LABEL_INCARNATION]:
-            raise Broken(f"pod {name} checks in at the monitor of incarnation {relay.incarnation}")
+            raise BrokenError(f"pod {name} checks in at the monitor of incarnation {relay.incarnation}")
         if relay.released_at is not None:
             if relay.arrived.get(name) != launch:
                 message = f"pod {name} checked in again after the release"
@@ -556,9 +556,8 @@ class Cluster:
         if node.lost:
             for pod in self.all("Pod"):
                 if pod["spec"].get("nodeName") == node.name and not pod["metadata"].get("deletionTimestamp"):
-                    pod = self._conditions(
-                        pod, DisruptionTarget={"status": "True", "reason": "DeletionByTaintManager", "message": "taint"}
-                    )
+                    tainted = {"status": "True", "reason": "DeletionByTaintManager", "message": "taint"}
+                    self._conditions(pod, DisruptionTarget=tainted)
                     self.delete("Pod", pod["metadata"]["name"], pod["metadata"]["uid"])
 
     def heal(self, node: Node) -> None:

@@ -24,14 +24,14 @@ from tests.simulation.cluster import (
     INVALID,
     NAMESPACE,
     UNPULLABLE,
-    Broken,
+    BrokenError,
     Cluster,
     Object,
     is_ready,
     is_running,
 )
 from tests.simulation.process import Complaints, Process, Weather
-from tests.simulation.virtual import Deadlock, Frantic, Loop
+from tests.simulation.virtual import DeadlockError, FranticError, Loop
 
 GOOD = "vllm/vllm-openai:v0.32.0"
 PATIENCE_S = 4000.0  # from the last fault to rest, at most
@@ -239,7 +239,9 @@ class Watchdog:
         if obj is None or obj["metadata"]["uid"] != owner or incarnation is None:
             return  # garbage collection takes it away at once
         if incarnation not in self._ledger(owner):
-            raise Broken(f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger")
+            raise BrokenError(
+                f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger"
+            )
         if manifest["kind"] == "Pod":
             self._room(process, manifest)
 
@@ -257,10 +259,10 @@ class Watchdog:
         alive[labels[naming.LABEL_INCARNATION]] = int(labels[naming.LABEL_GROUP])
         mine = sum(group == int(labels[naming.LABEL_GROUP]) for group in alive.values())
         if mine > (2 if surge else 1):
-            raise Broken(f"{mine} incarnations of group {labels[naming.LABEL_GROUP]} at once, maxSurge is {surge}")
+            raise BrokenError(f"{mine} incarnations of group {labels[naming.LABEL_GROUP]} at once, maxSurge is {surge}")
         wanted = [i for i in alive.values() if i < spec.replicas]
         if len(wanted) > spec.replicas + surge:
-            raise Broken(f"{len(wanted)} incarnations for {spec.replicas} groups and maxSurge {surge}")
+            raise BrokenError(f"{len(wanted)} incarnations for {spec.replicas} groups and maxSurge {surge}")
 
     def before_delete(self, process: Process, obj: Object) -> None:
         labels = obj["metadata"]["labels"]
@@ -269,7 +271,7 @@ class Watchdog:
             return
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
-            raise Broken(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
+            raise BrokenError(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
         if obj["kind"] == "Pod" and self._known_ready(process, obj) and incarnation not in self._world.touched:
             self._budget(process, obj)
 
@@ -312,7 +314,7 @@ class Watchdog:
         if labels[naming.LABEL_GROUP] in others:
             return  # its successor serves
         if len(others) < spec.replicas - unavailable:
-            raise Broken(
+            raise BrokenError(
                 f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "
                 f"maxUnavailable is {unavailable}"
             )
@@ -633,11 +635,11 @@ def run(history: History) -> Outcome:
     count = 0
     try:
         wrong, count = loop.run_until_complete(_play(history, trace))
-    except Broken as error:
+    except BrokenError as error:
         wrong = str(error)
-    except Frantic:
+    except FranticError:
         wrong = "the loop turns and turns"
-    except Deadlock:
+    except DeadlockError:
         wrong = "nothing could happen any more"
     finally:
         for task in asyncio.all_tasks(loop):

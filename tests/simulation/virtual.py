@@ -8,11 +8,11 @@ from typing import Any
 START = 1_800_000_000.0
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """Nothing is left that could ever happen."""
 
 
-class Frantic(Exception):
+class FranticError(Exception):
     """Something goes round and round without time passing, or far too often."""
 
 
@@ -34,10 +34,10 @@ class Loop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise Deadlock
+            raise DeadlockError
         self._turns += 1
         if self._turns > _TURNS:
-            raise Frantic
+            raise FranticError
         self._now += max(0.0, timeout)
         return []
 

@@ -21,7 +21,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--golden"):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True, parents=True)
             path.write_text(text)
         assert path.exists(), f"{name} is missing; `make golden` writes it"
         assert text == path.read_text(), f"{name} differs; `make golden` rewrites it, then review the diff"

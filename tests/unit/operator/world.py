@@ -53,6 +53,8 @@ class World:
         self.blocked: dict[str, str] = {}
         self.errors: list[str] = []
         self.monitor_errors: dict[str, str] = {}
+        self.nodes: dict[str, observe.Node] = {}
+        self.verdicts: dict[str, str] | None = None
         self.log: list[str] = []
         self.status_writes = 0
         self._numbers = itertools.count(1)
@@ -67,6 +69,7 @@ class World:
             strangers=self.strangers,
             refused=self.refused,
             blocked=self.blocked,
+            nodes=self.nodes,
         )
         number = next(self._numbers)
         return plan(
@@ -78,6 +81,7 @@ class World:
                 token=number.to_bytes(16, "big"),
                 errors=self.errors,
                 monitor_errors=self.monitor_errors,
+                verdicts=self.verdicts,
             )
         )
 
@@ -89,7 +93,7 @@ class World:
                 self.cr = msgspec.structs.replace(self.cr, status=decided.status)
                 self.status_writes += 1
                 self.log.append("status")
-            self.log += [f"event {event.reason}" for event in decided.events]
+            self.log += [f"event {event.reason}: {event.note}" for event in decided.events]
             for action in decided.actions:
                 self.act(action)
             due = decided.look_again_at is not None and decided.look_again_at <= self.now
@@ -181,8 +185,9 @@ class World:
 
     def run_pods(self, incarnation: str) -> None:
         """Every pod of an incarnation gets a node and runs."""
+        places = [n for n in ("n1", "n2", "n3") if n not in self.nodes or not self.nodes[n].unschedulable]
         for number, pod in enumerate(self.pods_of(incarnation)):
-            pod["spec"] = {"nodeName": f"n{number % 3 + 1}"}
+            pod["spec"] = {"nodeName": places[number % len(places)]}
             pod["status"] = {
                 "phase": "Running",
                 "podIP": f"198.18.101.{number + 1}",
@@ -215,7 +220,10 @@ class World:
     def make_ready(self, index: int = 0) -> str:
         """Bring one group all the way up; returns its incarnation."""
         self.reconcile()
-        incarnation = self.entry(index).incarnation
+        return self.bring_up(self.entry(index).incarnation)
+
+    def bring_up(self, incarnation: str) -> str:
+        """Bring one incarnation whose objects exist all the way up."""
         self.run_pods(incarnation)
         self.release(incarnation)
         self.reconcile()

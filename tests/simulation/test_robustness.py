@@ -1,0 +1,214 @@
+"""Single troubles between the operator and the API server, each with what a user would notice.
+
+The rows of the problem list that they answer are named in the docstrings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dp_operator import api, naming
+from dp_operator.api import KIND
+from dp_operator.client import ApiError
+from dp_operator.render import Settings
+from tests.simulation import process as process_module
+from tests.simulation.cluster import NAMESPACE
+from tests.simulation.history import History, World
+from tests.simulation.virtual import Loop
+
+Script = Callable[[World], Awaitable[None]]
+
+
+def play(script: Script, **changes: Any) -> World:
+    """Run a script beside an operator on a virtual clock."""
+    shape = {"seed": 1, "replicas": 1, "size": 2, "surge": 0, "unavailable": 1, "policy": "Managed", "faults": ()}
+    history = History(**{**shape, **changes})
+
+    async def scene() -> World:
+        world = World(history)
+        world.make()
+        world.process.start()
+        await script(world)
+        world.process.stop()
+        return world
+
+    loop = Loop()
+    try:
+        return loop.run_until_complete(scene())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop._ready.clear()
+        loop.close()
+
+
+async def ready(world: World, *, within_s: float = 600) -> None:
+    deadline = world.cluster.now + within_s
+    while world.unrest():
+        assert world.cluster.now < deadline, "\n".join([*world.cluster.trace, world.unrest()])
+        await asyncio.sleep(1)
+
+
+def condition(world: World, kind: str) -> api.Condition:
+    return next(c for c in api.decode(world.cr()).status.conditions if c.type == kind)
+
+
+def test_an_api_server_that_is_away_for_a_minute_costs_a_minute_and_no_group():
+    async def script(world: World) -> None:
+        await ready(world)
+        before = set(world.cluster.by_uid)
+        world.weather.down_until = world.cluster.now + 60
+        await asyncio.sleep(90)
+        assert {uid for uid in before if uid.startswith("Pod")} <= set(world.cluster.by_uid)
+        await ready(world)
+
+    play(script)
+
+
+def test_retry_after_is_waited_for():
+    async def script(world: World) -> None:
+        await ready(world)
+        await asyncio.sleep(30)
+        world.weather.errors = [429]
+        writes = world.process.writes
+        world.edit(replicas=2)
+        while world.weather.errors:
+            await asyncio.sleep(0.01)
+        refused = world.cluster.now
+        while world.process.writes == writes:
+            await asyncio.sleep(0.01)
+        assert world.cluster.now - refused >= 1.9, "the server asked for two seconds"
+        await ready(world)
+
+    play(script)
+
+
+def test_a_namespace_that_is_terminating_is_said_and_not_hammered():
+    async def script(world: World) -> None:
+        create = world.cluster.create
+
+        def refuse(manifest: dict[str, Any]) -> dict[str, Any]:
+            if manifest["kind"] == "ConfigMap":
+                raise ApiError(403, "Forbidden", "unable to create: namespace ns is being terminated")
+            return create(manifest)
+
+        world.cluster.create = refuse
+        world.edit(startup={"scheduleTimeoutSeconds": 900})
+        await asyncio.sleep(600)
+        tries = sum("create ConfigMap" in line for line in world.cluster.trace)
+        assert "being terminated" in condition(world, "Ready").message
+        assert tries <= 25, f"{tries} attempts in ten minutes"
+
+    play(script)
+
+
+def test_a_name_that_a_stranger_has_is_left_alone_and_said_and_taken_once_it_is_free():
+    async def script(world: World) -> None:
+        stranger = {"kind": "Service", "metadata": {"name": "web", "namespace": NAMESPACE, "labels": {}}, "spec": {}}
+        stranger["spec"] = {"clusterIP": "198.19.9.9", "selector": {"app": "theirs"}}
+        theirs = world.cluster._store("Service", stranger, "ADDED")
+        await asyncio.sleep(60)
+        assert world.cluster.objects["Service", "web"]["metadata"]["uid"] == theirs["metadata"]["uid"]
+        assert world.cluster.objects["Service", "web"]["spec"]["selector"] == {"app": "theirs"}
+        assert condition(world, "Stalled").reason == "NameTaken"
+        world.cluster._drop(theirs)
+        await asyncio.sleep(60)
+        assert condition(world, "Stalled").status == "False"
+        assert naming.LABEL_UID in world.cluster.objects["Service", "web"]["metadata"]["labels"]
+
+    play(script)
+
+
+def test_a_watch_that_goes_silent_is_made_up_for_by_comparing_lists():
+    async def script(world: World) -> None:
+        await ready(world)
+        await asyncio.sleep(30)
+        world.weather.deaf["Pod"] = world.cluster.now + 1e6
+        pod = world.pods()[0]
+        world.cluster.delete("Pod", pod["metadata"]["name"], pod["metadata"]["uid"])
+        for _ in range(800):
+            await asyncio.sleep(1)
+            if any(g.last_failures for g in api.decode(world.cr()).status.groups):
+                return
+        raise AssertionError("never noticed")
+
+    play(script)
+
+
+def test_an_idle_operator_writes_nothing_for_an_hour():
+    async def script(world: World) -> None:
+        await ready(world)
+        await asyncio.sleep(10)
+        writes = world.process.writes
+        await asyncio.sleep(3600)
+        assert world.process.writes == writes
+
+    play(script, replicas=2)
+
+
+def test_a_new_operator_that_renders_differently_touches_no_running_pod(monkeypatch):
+    """kubernetes-notes 29 (lws#798): a new operator version must not restart everything."""
+
+    async def script(world: World) -> None:
+        await ready(world)
+        pods = {uid for uid in world.cluster.by_uid if uid.startswith("Pod-")}
+        monkeypatch.setattr(process_module, "SETTINGS", Settings(relay_image="relay:2"))
+        world.process.die(restart_after_s=1)
+        await asyncio.sleep(120)
+        assert pods == {uid for uid in world.cluster.by_uid if uid.startswith("Pod-")}
+        assert not world.unrest()
+
+    play(script, replicas=2)
+
+
+def test_a_resource_made_anew_under_the_same_name_takes_nothing_over_and_starts_beside_what_ends():
+    """kubernetes-notes 31 (lws#983): children of an earlier resource of the same name are none of ours."""
+
+    async def script(world: World) -> None:
+        await ready(world)
+        old = world.cr()["metadata"]["uid"]
+        world.cluster._drop(world.cr())
+        await asyncio.sleep(0.2)
+        world.make()
+        await ready(world)
+        assert not [
+            obj
+            for (kind, _), obj in world.cluster.objects.items()
+            if kind != KIND and obj["metadata"].get("labels", {}).get(naming.LABEL_UID) == old
+        ]
+
+    play(script)
+
+
+def test_one_dead_rank_ends_the_whole_group_and_names_itself():
+    """Problem 43 (vllm#32136), 44: the others hang or cannot rejoin, so all of them go."""
+
+    async def script(world: World) -> None:
+        await ready(world)
+        pods = {uid for uid in world.cluster.by_uid if uid.startswith("Pod-")}
+        worker = next(p for p in world.pods() if "-w-" in p["metadata"]["name"])
+        struck = world.cluster.now
+        world.cluster._engine_ends(worker["metadata"]["uid"], 137, "OOMKilled", cascade=False)
+        while not any(g.last_failures for g in api.decode(world.cr()).status.groups):
+            await asyncio.sleep(0.1)
+        assert world.cluster.now - struck <= 5
+        failure = next(g.last_failures[0] for g in api.decode(world.cr()).status.groups if g.last_failures)
+        assert (failure.reason, failure.pod) == ("OutOfMemory", worker["metadata"]["name"])
+        await ready(world)
+        assert not pods & set(world.cluster.by_uid)
+
+    play(script)
+
+
+def test_an_engine_that_always_fails_is_tried_ever_more_rarely_and_is_given_up_where_asked():
+    """Problem 47 (lws#820): no endless restart loop."""
+
+    async def script(world: World) -> None:
+        world.edit(engine={"image": "vllm/vllm-openai:broken"}, failurePolicy={"maxRestarts": 3})
+        await asyncio.sleep(3600)
+        assert condition(world, "Stalled").reason == "TooManyRestarts"
+        assert sum("create Pod " in line for line in world.cluster.trace) <= 5
+
+    play(script)
