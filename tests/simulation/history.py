@@ -642,10 +642,7 @@ def run(history: History) -> Outcome:
     except DeadlockError:
         wrong = "nothing could happen any more"
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop._ready.clear()
-        loop.close()
+        loop.finish()
     return Outcome(history, wrong, trace, count)
 
 

@@ -38,17 +38,23 @@ def play(script: Script, **changes: Any) -> World:
     try:
         return loop.run_until_complete(scene())
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop._ready.clear()
-        loop.close()
+        loop.finish()
 
 
-async def ready(world: World, *, within_s: float = 600) -> None:
-    deadline = world.cluster.now + within_s
-    while world.unrest():
-        assert world.cluster.now < deadline, "\n".join([*world.cluster.trace, world.unrest()])
-        await asyncio.sleep(1)
+async def until(world: World, holds: Callable[[], Any], *, within_s: float = 600) -> None:
+    for _ in range(int(within_s / 0.05)):
+        if holds():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("\n".join([*world.cluster.trace, world.unrest()]))
+
+
+async def ready(world: World) -> None:
+    await until(world, lambda: not world.unrest())
+
+
+def failed(world: World) -> bool:
+    return any(group.last_failures for group in api.decode(world.cr()).status.groups)
 
 
 def condition(world: World, kind: str) -> api.Condition:
@@ -74,11 +80,9 @@ def test_retry_after_is_waited_for():
         world.weather.errors = [429]
         writes = world.process.writes
         world.edit(replicas=2)
-        while world.weather.errors:
-            await asyncio.sleep(0.01)
+        await until(world, lambda: not world.weather.errors)
         refused = world.cluster.now
-        while world.process.writes == writes:
-            await asyncio.sleep(0.01)
+        await until(world, lambda: world.process.writes > writes)
         assert world.cluster.now - refused >= 1.9, "the server asked for two seconds"
         await ready(world)
 
@@ -128,11 +132,7 @@ def test_a_watch_that_goes_silent_is_made_up_for_by_comparing_lists():
         world.weather.deaf["Pod"] = world.cluster.now + 1e6
         pod = world.pods()[0]
         world.cluster.delete("Pod", pod["metadata"]["name"], pod["metadata"]["uid"])
-        for _ in range(800):
-            await asyncio.sleep(1)
-            if any(g.last_failures for g in api.decode(world.cr()).status.groups):
-                return
-        raise AssertionError("never noticed")
+        await until(world, lambda: failed(world), within_s=800)
 
     play(script)
 
@@ -191,8 +191,7 @@ def test_one_dead_rank_ends_the_whole_group_and_names_itself():
         worker = next(p for p in world.pods() if "-w-" in p["metadata"]["name"])
         struck = world.cluster.now
         world.cluster._engine_ends(worker["metadata"]["uid"], 137, "OOMKilled", cascade=False)
-        while not any(g.last_failures for g in api.decode(world.cr()).status.groups):
-            await asyncio.sleep(0.1)
+        await until(world, lambda: failed(world))
         assert world.cluster.now - struck <= 5
         failure = next(g.last_failures[0] for g in api.decode(world.cr()).status.groups if g.last_failures)
         assert (failure.reason, failure.pod) == ("OutOfMemory", worker["metadata"]["name"])

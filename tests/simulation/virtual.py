@@ -29,6 +29,16 @@ class Loop(asyncio.BaseEventLoop):
         self._turns = 0
         self._clock_resolution = 1e-9
 
+    def finish(self) -> None:
+        """End what still runs, and close."""
+        self._turns = 0
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.run_until_complete(asyncio.wait(tasks))
+        self.close()
+
     def time(self) -> float:
         return self._now
 
