@@ -197,12 +197,13 @@ def _held(plan: LaunchPlan, objects: IncarnationObjects, now: float, devices_per
     ]
     if not held or not times:
         return "", None
-    passed, again = _elapsed(now - min(times))
+    passed, again = _step(now - min(times))
     plural = "s" if held > 1 else ""
     what = f"device{plural}" if devices_per_rank else f"{unit}" if held == 1 else "ranks' places"
+    long = f" over {_duration(passed)}" if passed else ""
     more = f" for {missing} more" if missing > 0 else ""
     look_again_at = min(times) + again
-    return f"; holding {held} {what} {passed}{more}", look_again_at
+    return f"; holding {held} {what}{long}{more}", look_again_at
 
 
 def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:
@@ -292,10 +293,15 @@ def _missing_ranks(
 
 def _elapsed(seconds_passed: float) -> tuple[str, float]:
     """(words, seconds until which they hold)."""
+    passed, until = _step(seconds_passed)
+    return f"over {_duration(passed)} after" if passed else "just after", until
+
+
+def _step(seconds_passed: float) -> tuple[int, float]:
+    """(the last step that has passed or 0, the next one)."""
     passed = [step for step in _STEPS_S if step <= seconds_passed]
     coming = [step for step in _STEPS_S if step > seconds_passed]
-    words = f"over {_duration(passed[-1])} after" if passed else "just after"
-    return words, float(coming[0]) if coming else float("inf")
+    return passed[-1] if passed else 0, float(coming[0]) if coming else float("inf")
 
 
 def _duration(amount_s: int) -> str:

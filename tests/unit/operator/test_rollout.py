@@ -145,7 +145,7 @@ def test_nothing_is_deleted_for_a_revision_that_the_api_server_refuses():
     world.change_spec(replicas=2, engine=NEWER)
     decided = world.plan()
     assert [m["kind"] for m in decided.checks] == ["Pod", "StatefulSet"]
-    assert decided.steps == []
+    assert decided.sequences == []
     world.verdicts = {naming.revision(world.cr.spec): "the API server refuses the Pod: resources invalid"}
     world.reconcile()
     assert states(world) == [(0, "Serving"), (1, "Serving")]
@@ -336,7 +336,7 @@ def test_waiting_for_capacity_says_what_is_held_how_long_and_for_what():
         pod["status"] = {"phase": "Pending", "conditions": [scheduled]}
     world.now += 840
     world.reconcile()
-    assert "holding 24 devices 10 min for 8 more" in world.entry().waiting_for
+    assert "holding 24 devices over 10 min for 8 more" in world.entry().waiting_for
 
 
 def test_groups_that_found_no_capacity_do_not_come_back_in_step():
