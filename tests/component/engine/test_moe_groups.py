@@ -85,7 +85,7 @@ def two_machines():
     """Two network namespaces joined by a cable: (first namespace, its address, second namespace)."""
     if os.geteuid() != 0:
         pytest.skip("needs root to make network namespaces")
-    assert shutil.which("ip"), "iproute2 is missing; `make up` installs it"
+    assert shutil.which("ip"), "ip is missing: apt-get install iproute2"
     tag = uuid.uuid4().hex[:6]
     first, second = f"dpe-{tag}-a", f"dpe-{tag}-b"
 

@@ -58,7 +58,7 @@ def inside(namespace: str) -> Iterator[None]:
 @pytest.fixture
 def network() -> Iterator[None]:
     for program in ("ip", "iptables"):
-        assert shutil.which(program), f"{program} is missing; `make up` installs it"
+        assert shutil.which(program), f"{program} is missing: apt-get install iptables iproute2"
     try:
         for namespace in (HEAD, NAT, WORKER):
             run("ip", "netns", "add", namespace)
