@@ -165,17 +165,12 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot | None = None
     # The shape this incarnation was made with, from its ConfigMap: the spec may have moved on since.
     plan: LaunchPlan | None = None
+    # Every pod of the launch plan -> its first rank, head first. Empty while there is no plan.
+    first_ranks: dict[str, int] = {}
 
     @property
     def pods(self) -> list[Pod]:
         return ([self.head] if self.head else []) + list(self.workers.values())
-
-    @property
-    def first_ranks(self) -> dict[str, int]:
-        """Every pod of the launch plan -> its first rank, head first. Empty while there is no plan."""
-        if self.plan is None:
-            return {}
-        return {self.plan.head_pod: 0, **worker_first_ranks(self.plan.workers)}
 
     @property
     def empty(self) -> bool:
@@ -247,7 +242,9 @@ def observe(
             part["rpc_service"] = obj
         elif kind == "ConfigMap":
             part["config_map"] = obj
-            part["plan"] = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
+            part["plan"] = plan = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
+            if plan:
+                part["first_ranks"] = {plan.head_pod: 0, **worker_first_ranks(plan.workers)}
         elif kind == "PodDisruptionBudget":
             part["budget"] = obj
             kept[kind, name] = raw
