@@ -51,6 +51,8 @@ def to_open(
 ) -> GroupStatus | None:
     """The one incarnation whose budget is to be open, if any. An open one stays so while it may."""
     nodes = emptied_nodes(cr, picture)
+    if not nodes:
+        return None
     candidates = [e for e in entries if rollout.alive(e) and e.created_at and on_nodes(e, picture, nodes)]
     serving = {e.index for e in entries if rollout.available(e, picture)}
     free = rollout.limits(cr.spec.rollout, wanted).unavailable - (wanted - len(serving & set(range(wanted))))
@@ -68,6 +70,8 @@ def blocked(
         return None
     asked = emptied_nodes(cr, picture)
     all_nodes = asked | unschedulable(picture)
+    if not all_nodes:
+        return None
     waiting = [e for e in entries if rollout.alive(e) and on_nodes(e, picture, all_nodes)]
     if not waiting:
         return None

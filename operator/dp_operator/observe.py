@@ -170,6 +170,8 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot | None = None
     # The shape this incarnation was made with, from its ConfigMap: the spec may have moved on since.
     plan: LaunchPlan | None = None
+    # Every pod of the launch plan -> its first rank, head first. Empty while there is no plan.
+    first_ranks: dict[str, int] = {}
 
     @property
     def pods(self) -> list[Pod]:
@@ -187,13 +189,6 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
         expected = len(self.first_ranks) if self.plan and self.plan.load_balancing != "Internal" else 1
         pods = self.serving_pods
         return len(pods) >= expected and all(pod.ready and not pod.metadata.deletion_timestamp for pod in pods)
-
-    @property
-    def first_ranks(self) -> dict[str, int]:
-        """Every pod of the launch plan -> its first rank, head first. Empty while there is no plan."""
-        if self.plan is None:
-            return {}
-        return {self.plan.head_pod: 0, **worker_first_ranks(self.plan.workers)}
 
     @property
     def empty(self) -> bool:
@@ -274,7 +269,9 @@ def observe(
             part["rpc_service"] = obj
         elif kind == "ConfigMap" and name == base:
             part["config_map"] = obj
-            part["plan"] = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
+            part["plan"] = plan = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
+            if plan:
+                part["first_ranks"] = {plan.head_pod: 0, **worker_first_ranks(plan.workers)}
         elif kind == "PodDisruptionBudget" and name == base:
             part["budget"] = obj
             kept[kind, name] = raw

@@ -603,6 +603,8 @@ def _successors_for_drains(
 ) -> list[GroupStatus]:
     """Serving groups on nodes that are being emptied, where none may be unavailable: their successors come first."""
     nodes = disruption.emptied_nodes(situation.cr, situation.picture)
+    if not nodes:
+        return []
     successors = rollout.successors(entries)
     chosen: list[GroupStatus] = []
     for entry in sorted(entries, key=lambda e: -e.index):

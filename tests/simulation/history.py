@@ -57,9 +57,9 @@ class History:
     @staticmethod
     def of(seed: int) -> History:
         chance = random.Random(seed)
-        replicas = chance.choice((1, 1, 2, 2, 3))
+        replicas = chance.choice((1, 1, 1, 2, 2, 3))
         surge, unavailable = chance.choice(((0, 1), (0, 1), (1, 0), (1, 1), (0, 2), ("50%", 0), (0, "34%")))
-        count = chance.choice((1, 1, 2, 2, 3, 4, 5))
+        count = chance.choice((1, 1, 1, 2, 2, 2, 3, 5))
         kinds = list(FAULTS)
         faults = sorted(
             Fault(
@@ -72,7 +72,7 @@ class History:
         return History(
             seed=seed,
             replicas=replicas,
-            size=chance.choice((1, 2, 2, 3)),
+            size=chance.choice((1, 1, 2, 2, 3)),
             surge=surge,
             unavailable=unavailable,
             policy=chance.choice(("Managed", "Managed", "Managed", "Open")),

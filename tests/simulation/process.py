@@ -41,7 +41,8 @@ class FakeClient:
 
     async def _request(self, act: Callable[[], Any], *, write: bool = True) -> Any:
         chance = self._process.chance
-        await asyncio.sleep(0.002 + 0.02 * chance.random())
+        if chance.random() < 0.7:
+            await asyncio.sleep(0.002 + 0.02 * chance.random())
         weather = self._weather
         if self._cluster.now < weather.down_until:
             raise OSError("connection refused")
@@ -59,7 +60,8 @@ class FakeClient:
             if weather.lost_answers:
                 weather.lost_answers -= 1
                 raise TimeoutError
-        await asyncio.sleep(0.002 + 0.02 * chance.random())
+        if chance.random() < 0.3:
+            await asyncio.sleep(0.02 * chance.random())
         return answer
 
     async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
@@ -154,7 +156,7 @@ class FakeMonitors:
                         self.hear(relay)
 
     def hear(self, relay: Relay) -> None:
-        self._process.cluster.after(0.01, 0.5, self._take, relay)
+        self._process.cluster.after(0.01, self._process._lag_s, self._take, relay)
 
     def _take(self, relay: Relay) -> None:
         wanted = self._wanted.get(relay.incarnation)
@@ -189,6 +191,7 @@ class Process:
         self._tasks: list[asyncio.Task[None]] = []
         self._inbox: dict[str, list[tuple[str, Object]]] = {}
         self._listening = False
+        self._lag_s = chance.choice((0.2, 1.5, 3.0))  # of watches and monitors, at most; every history has its own
         cluster.watchers.append(self._saw)
         cluster.relay_watchers.append(self._heard)
 
@@ -256,7 +259,7 @@ class Process:
         inbox = self._inbox.setdefault(kind, [])
         inbox.append((event, obj))
         if len(inbox) == 1:
-            self.cluster.after(0.02, 0.6, self._deliver, kind, self.reconciler)
+            self.cluster.after(0.02, self._lag_s, self._deliver, kind, self.reconciler)
 
     def _deliver(self, kind: str, to: reconciler.Reconciler) -> None:
         if to is self.reconciler and self.alive:

@@ -211,3 +211,43 @@ def test_an_engine_that_always_fails_is_tried_ever_more_rarely_and_is_given_up_w
         assert sum("create Pod " in line for line in world.cluster.trace) <= 5
 
     play(script)
+
+
+def test_a_conflict_on_a_deletion_is_not_taken_for_the_objects_end():
+    async def script(world: World) -> None:
+        await ready(world)
+        delete, conflicts = world.cluster.delete, []
+
+        def conflict_once(kind: str, name: str, uid: str) -> dict[str, Any]:
+            if kind == "ConfigMap" and not conflicts:
+                conflicts.append(name)
+                raise ApiError(409, "Conflict", "the object has been modified")
+            return delete(kind, name, uid)
+
+        world.cluster.delete = conflict_once
+        world.edit(replicas=0)
+        await ready(world)
+        assert conflicts
+        assert not world.cluster.all("ConfigMap")
+
+    play(script)
+
+
+def test_a_deadline_that_begins_with_the_operators_own_last_write_is_kept():
+    async def script(world: World) -> None:
+        world.edit(engine={"image": "vllm/vllm-openai:unpullable"})
+        await until(world, lambda: failed(world), within_s=120)
+        assert "ImagePullFailed" in condition(world, "Ready").message
+
+    for seed in range(5):
+        play(script, seed=seed)
+
+
+def test_a_start_without_its_config_map_begins_anew():
+    async def script(world: World) -> None:
+        await until(world, lambda: any("createdAt" in g for g in world.cr()["status"].get("groups", [])))
+        found = world.cluster.all("ConfigMap")[0]
+        world.cluster.delete("ConfigMap", found["metadata"]["name"], found["metadata"]["uid"])
+        await ready(world)
+
+    play(script)
