@@ -71,7 +71,8 @@ class Reconciler:
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
-        self._applied: dict[tuple[str, str], str] = {}  # (uid, kind/name) -> resourceVersion after our last apply
+        # (uid, kind/name) -> resourceVersion after our last apply, and what we applied
+        self._applied: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
         self._followed: dict[Key, str] = {}
         self._relisted = asyncio.Event()
 
@@ -348,11 +349,11 @@ class Reconciler:
         existing = next(
             (o for k, o in self.cache.owned(uid) if k == kind and o["metadata"]["name"] == meta["name"]), None
         )
-        if existing and self._applied.get(place) == existing["metadata"]["resourceVersion"]:
+        if existing and self._applied.get(place) == (existing["metadata"]["resourceVersion"], manifest):
             # We applied exactly this and the server spells it differently: nothing is left to repair.
             return False
         applied = await self._client.apply(manifest)
-        self._applied[place] = applied["metadata"]["resourceVersion"]
+        self._applied[place] = (applied["metadata"]["resourceVersion"], manifest)
         self.cache.put(kind, applied)
         return True
 

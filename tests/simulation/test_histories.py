@@ -52,7 +52,7 @@ FOUND = {
     "nothing woke the operator after its own last write, so a deadline passed unnoticed": replace(
         PLAIN, seed=259, replicas=1, unavailable="34%", faults=(Fault(17.9, "bad image", 590833932),)
     ),
-    "the same, and a rollout that was due did not begin": replace(
+    "an apply was left out because the one before it had been the same object's, whatever it said": replace(
         PLAIN,
         seed=407,
         replicas=1,
@@ -98,7 +98,7 @@ def test_a_history_replays_exactly():
 def test_the_operator_killed_after_any_single_write_of_a_start_ends_in_the_same_state(monkeypatch):
     from tests.simulation import history as module
 
-    for write in range(1, 16):
+    for write in range(1, 11):
         monkeypatch.setitem(
             module.FAULTS, "kill", lambda world, chance, n=write: setattr(world.weather, "kill_at_write", n)
         )

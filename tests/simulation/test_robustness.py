@@ -251,3 +251,18 @@ def test_a_start_without_its_config_map_begins_anew():
         await ready(world)
 
     play(script)
+
+
+def test_a_second_change_of_a_kept_object_is_applied_although_nobody_touched_it_after_the_first():
+    async def script(world: World) -> None:
+        await ready(world)
+        for value in ("a", "b"):
+            world.edit(service={"annotations": {"note": value}})
+            service = ("Service", "web")
+            await until(
+                world,
+                lambda v=value: world.cluster.objects[service]["metadata"].get("annotations") == {"note": v},
+                within_s=30,
+            )
+
+    play(script)
