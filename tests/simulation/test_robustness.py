@@ -256,13 +256,13 @@ def test_a_start_without_its_config_map_begins_anew():
 def test_a_second_change_of_a_kept_object_is_applied_although_nobody_touched_it_after_the_first():
     async def script(world: World) -> None:
         await ready(world)
-        for value in ("a", "b"):
-            world.edit(service={"annotations": {"note": value}})
-            service = ("Service", "web")
-            await until(
-                world,
-                lambda v=value: world.cluster.objects[service]["metadata"].get("annotations") == {"note": v},
-                within_s=30,
-            )
+
+        def note() -> str:
+            return world.cluster.objects["Service", "web"]["metadata"].get("annotations", {}).get("note", "")
+
+        world.edit(service={"annotations": {"note": "a"}})
+        await until(world, lambda: note() == "a", within_s=30)
+        world.edit(service={"annotations": {"note": "b"}})
+        await until(world, lambda: note() == "b", within_s=30)
 
     play(script)
