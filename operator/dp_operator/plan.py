@@ -518,11 +518,9 @@ def _replace_changed(
     limits = rollout.limits(cr.spec.rollout, wanted)
     serving = {e.index for e in entries if e.index < wanted and rollout.available(e, picture)}
     free = limits.unavailable - (wanted - len(serving))
-    opened = disruption.to_open(cr, picture, entries, wanted=wanted)
-    if opened:
-        draft.opened = opened.incarnation
-        if opened.index in serving:
-            free -= 1  # it may go at any moment
+    # A group whose budget is open may go at any moment. It is closed again before another group is taken away.
+    exposed = {e.incarnation for e in entries if e.index in serving and disruption.is_open(e, picture)}
+    free -= len(exposed)
     changed = [e for e in entries if rollout.alive(e) and e.created_at and rollout.outdated(e, revision, token)]
     stop: dict[str, str] = {}  # incarnation -> why
 
@@ -530,8 +528,9 @@ def _replace_changed(
         return "spec changed" if entry.revision != revision else "restart requested"
 
     begin: list[GroupStatus] = []  # serving groups that get a successor
-    if changed and not cr.spec.rollout.paused and _accepted(situation, revision, changed, draft):
-        held = rollout.holding_up(entries, picture, revision, token)
+    held = rollout.holding_up(entries, picture, revision, token)
+    due = bool(changed) and not cr.spec.rollout.paused and _accepted(situation, revision, changed, draft)
+    if due:
         for entry in sorted(changed, key=lambda e: (rollout.available(e, picture), -e.index)):
             successor = successors.get(entry.incarnation)
             if entry.replaces:
@@ -545,9 +544,14 @@ def _replace_changed(
                 and _room(entries, entry.index, wanted, surge=limits.surge, more=len(begin))
             ):
                 begin.append(entry)
-            elif free > 0 and (_no_room(successor) or (successor is None and (not limits.surge or len(serving) > 1))):
-                free -= 1
+            elif free + (entry.incarnation in exposed) > 0 and (
+                _no_room(successor) or (successor is None and (not limits.surge or len(serving) > 1))
+            ):
+                free -= entry.incarnation not in exposed
                 stop[entry.incarnation] = why(entry)
+    opened = disruption.to_open(cr, picture, entries, wanted=wanted)
+    if opened and opened.incarnation not in stop and (opened.index not in serving or not due or held):
+        draft.opened = opened.incarnation  # a rollout moves groups too, and comes first
     if not limits.unavailable and limits.surge and not cr.spec.rollout.paused:
         begin += _successors_for_drains(situation, entries, wanted, limits, begun=begin)
     result = []

@@ -52,7 +52,7 @@ FOUND = {
     "nothing woke the operator after its own last write, so a deadline passed unnoticed": replace(
         PLAIN, seed=259, replicas=1, unavailable="34%", faults=(Fault(17.9, "bad image", 590833932),)
     ),
-    "the same, and a rollout that was due did not begin": replace(
+    "an apply was left out because the one before it had been the same object's, whatever it said": replace(
         PLAIN,
         seed=407,
         replicas=1,

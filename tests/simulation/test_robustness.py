@@ -251,3 +251,18 @@ def test_a_start_without_its_config_map_begins_anew():
         await ready(world)
 
     play(script)
+
+
+def test_a_second_change_of_a_kept_object_is_applied_although_nobody_touched_it_after_the_first():
+    async def script(world: World) -> None:
+        await ready(world)
+
+        def note() -> str:
+            return world.cluster.objects["Service", "web"]["metadata"].get("annotations", {}).get("note", "")
+
+        world.edit(service={"annotations": {"note": "a"}})
+        await until(world, lambda: note() == "a", within_s=30)
+        world.edit(service={"annotations": {"note": "b"}})
+        await until(world, lambda: note() == "b", within_s=30)
+
+    play(script)

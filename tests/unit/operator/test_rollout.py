@@ -222,12 +222,32 @@ def test_an_open_policy_has_no_budget_at_all():
     assert world.entry().state == "Serving"
 
 
-def test_a_rollout_leaves_room_for_the_group_whose_budget_is_open():
+def test_a_rollout_goes_on_while_a_node_is_unschedulable_and_no_budget_is_open_meanwhile():
     world = serving(2)
     world.nodes = {"n2": Node(name="n2", unschedulable=True)}
+    world.reconcile()
+    assert budget(world, 1) == 0
     world.change_spec(replicas=2, engine=NEWER)
     world.reconcile()
-    assert states(world) == [(0, "Serving"), (1, "Serving")], "the eviction of group 1 may come at any moment"
+    assert states(world) == [(0, "Serving"), (1, "Stopping")]
+    assert budget(world, 0) == 4
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    world.bring_up(world.entry(1).incarnation)
+    assert states(world) == [(0, "Stopping"), (1, "Serving")]
+
+
+def test_an_open_budget_is_closed_before_another_group_is_taken_away():
+    world = serving(2)
+    world.nodes = {"n2": Node(name="n2", unschedulable=True)}
+    world.reconcile()
+    name = f"web-0-{world.entry(0).incarnation}"
+    world.objects["PodDisruptionBudget", name]["spec"]["minAvailable"] = 0  # by somebody's hand
+    del world.nodes["n2"]
+    world.change_spec(replicas=2, engine=NEWER)
+    first = world.plan()
+    assert all(entry.state == "Serving" for entry in first.status.groups)
+    assert [action.manifest["kind"] for action in first.actions] == ["PodDisruptionBudget"] * 2
 
 
 def test_a_silent_node_ends_the_group_uncharged_and_its_pods_do_not_hold_up_the_next():
