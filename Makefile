@@ -48,6 +48,10 @@ lint: $(STAMP) ## Formatting, lint, types, layers
 unit: $(STAMP) ## Fast tests: pure code, no cluster
 	$(BIN)/pytest -q -n 2 tests/unit
 
+.PHONY: simulation
+simulation: $(STAMP) ## 20,000 histories of faults on a virtual clock, both cores
+	SIMULATION_HISTORIES=20000 $(BIN)/pytest -q tests/simulation
+
 .PHONY: component
 component: $(STAMP) ## Real sockets and processes on loopback and in own network namespaces
 	$(BIN)/pytest -q tests/component
@@ -111,7 +115,7 @@ survival: $(STAMP) up ## Kills, partitions and power cuts on the cluster of `mak
 
 # `up` is early, because it installs what the component tests need: ip and iptables.
 .PHONY: test
-test: lint unit up chart component e2e survival ## Everything
+test: lint unit simulation up chart component e2e survival ## Everything
 
 .PHONY: bench
 bench: $(STAMP) up images install-here ## The numbers of docs/performance.md
