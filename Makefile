@@ -131,4 +131,4 @@ conformance: $(STAMP) ## Our engine and relay beside real vLLM on CPU, which is 
 .PHONY: bench-engine
 bench-engine: $(STAMP) ## Our front end and handshake beside vLLM's, with the same stand-in ranks
 	@$(PYTHON) -m tests.conformance.environment
-	$(BIN)/python tests/bench/engine_bench.py
+	$(BIN)/python tests/bench/engine_bench.py --write

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.component.handshake.play import RelayProcess, WorkerSet, make_plan
-from tests.conformance.conftest import IMPORT_S, Bed, Release, free_port
+from tests.conformance.conftest import IMPORT_S, REPOSITORY, Bed, Release, free_port
 from tests.conformance.report import Table
 
 REQUESTS = 6
 
 
-def lead(release: Release, bed: Bed, *, moe: bool, size: int, relay: bool) -> dict[str, Any]:
-    """One group from HELLO to the last answer; what vLLM's head saw."""
+def lead(
+    release: Release, bed: Bed, *, moe: bool, size: int, relay: bool = False, coordinator: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """One group from HELLO to the last answer; what vLLM's head saw. `coordinator`: ours, instead of its own."""
     with ExitStack() as stack:
         if relay:
             workers = [WorkerSet(name="g-w", replicas=1, first_rank=0, rank_stride=size)]
@@ -23,7 +27,8 @@ def lead(release: Release, bed: Bed, *, moe: bool, size: int, relay: bool) -> di
             port, head_port = plan.rpc_port, plan.rpc_port + 1
         else:
             port = head_port = free_port()
-        head = release.case(bed, "front_end", size=size, moe=moe, port=head_port, requests=REQUESTS)
+        settings = {"size": size, "moe": moe, "port": head_port, "requests": REQUESTS, "coordinator": coordinator}
+        head = release.case(bed, "front_end", **settings)
         head.message("listening", within_s=IMPORT_S)
         if relay:
             sidecar = RelayProcess(plan, bed.directory / "relay")
@@ -74,3 +79,17 @@ def test_our_engines_serve_a_head_of_vllm(
     role = f"{size} of our engines{' behind our relay' if relay else ''}, led by vLLM's head"
     with compatibility.cell(role, release.name, moe=moe):
         check(lead(release, bed, moe=moe, size=size, relay=relay), size=size, release=release.name, moe=moe)
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_our_coordinator_serves_vllms_client(release: Release, bed: Bed, compatibility: Table, moe: bool) -> None:
+    with compatibility.cell("our coordinator and engines, vLLM's handshake and client", release.name, moe=moe):
+        program = bed.start(
+            "coordinator",
+            [sys.executable, str(Path(__file__).parent / "our_coordinator.py"), "3", release.emulated]
+            + (["--moe"] if moe else []),
+            {"PYTHONPATH": str(REPOSITORY / "engine_image"), "TMPDIR": str(bed.directory)},
+        )
+        endpoints = program.message("endpoints", within_s=20)
+        result = lead(release, bed, moe=moe, size=3, coordinator=endpoints)
+        check(result, size=3, release=release.name, moe=moe)

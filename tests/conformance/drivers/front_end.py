@@ -92,24 +92,23 @@ class Stats:
 class Head:
     """vLLM's parts of a head, put together as its launcher does."""
 
-    def __init__(self, *, size: int, moe: bool, port: int) -> None:
+    def __init__(self, *, size: int, moe: bool, port: int, coordinator: dict[str, str] | None) -> None:
+        """`coordinator`: endpoints of one that runs already, instead of vLLM's own."""
         from vllm.v1.engine import utils
-        from vllm.v1.engine.coordinator import DPCoordinator
 
         self.size, self.moe = size, moe
         self.parallel = ParallelConfig(size)
         self.cache = SimpleNamespace(num_gpu_blocks=None, block_size=16)
-        waves = accepted(DPCoordinator.__init__, {"enable_wave_coordination": moe})
-        self.coordinator = DPCoordinator(self.parallel, **waves)
-        coordinator_input, coordinator_output = self.coordinator.get_engine_socket_addresses()
-        self.stats_address = self.coordinator.get_stats_publish_address()
+        self._own: Any = None
+        endpoints = coordinator or self._start_coordinator()
+        self.stats_address = endpoints["stats"]
         self.stats = Stats(self.stats_address)
         inputs, outputs = free_ports(2)
         self.addresses = utils.EngineZmqAddresses(
             inputs=[f"tcp://127.0.0.1:{inputs}"],
             outputs=[f"tcp://127.0.0.1:{outputs}"],
-            coordinator_input=coordinator_input,
-            coordinator_output=coordinator_output,
+            coordinator_input=endpoints["engine_input"],
+            coordinator_output=endpoints["engine_output"],
             frontend_stats_publish_address=self.stats_address,
         )
         self._router = zmq.Context().socket(zmq.ROUTER)
@@ -118,6 +117,15 @@ class Head:
         self.failure: str | None = None
         self._handshake = threading.Thread(target=self._wait_for_engines, daemon=True)
         self._handshake.start()
+
+    def _start_coordinator(self) -> dict[str, str]:
+        from vllm.v1.engine.coordinator import DPCoordinator
+
+        waves = accepted(DPCoordinator.__init__, {"enable_wave_coordination": self.moe})
+        self._own = DPCoordinator(self.parallel, **waves)
+        engine_input, engine_output = self._own.get_engine_socket_addresses()
+        stats = self._own.get_stats_publish_address()
+        return {"stats": stats, "engine_input": engine_input, "engine_output": engine_output}
 
     def _wait_for_engines(self) -> None:
         from vllm.v1.engine import utils
@@ -167,7 +175,8 @@ class Head:
         return not self._handshake.is_alive()
 
     def close(self) -> None:
-        self.coordinator.proc.kill()
+        if self._own is not None:
+            self._own.proc.kill()
 
 
 def request(name: str, *, tokens: int, rank: int | None = None) -> Any:
@@ -278,7 +287,9 @@ async def converse(head: Head, requests: int) -> dict[str, Any]:
 
 
 def run(settings: dict[str, Any]) -> None:
-    head = Head(size=settings["size"], moe=settings["moe"], port=settings["port"])
+    head = Head(
+        size=settings["size"], moe=settings["moe"], port=settings["port"], coordinator=settings.get("coordinator")
+    )
     say(listening=settings["port"])
     try:
         say(result=asyncio.run(converse(head, settings["requests"])))
