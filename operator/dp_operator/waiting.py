@@ -42,19 +42,16 @@ def reached(snapshot: Snapshot | None) -> Stages:
 def counts(objects: IncarnationObjects, *, known: Stages, serving: bool) -> tuple[int, int, int, int]:
     """Ranks (arrived, connected, loaded, ready). Local ranks that cannot be named yet are counted.
 
-    known: what the ledger has of it, for as long as the monitor has not been heard.
+    known: what the ledger has of it, for as long as the monitor has not been heard or the launch plan is lost.
     """
     plan, snapshot = objects.plan, objects.snapshot
-    if plan is None:
-        return 0, 0, 0, 0
-    size = plan.size
-    if serving:
-        return size, size, size, size
-    if snapshot is None:
-        arrived, connected, loaded, ready = (
-            min(size, count_ranks(text)) for text in (known.arrived, known.connected, known.loaded, known.ready)
-        )
+    if plan and serving:
+        return plan.size, plan.size, plan.size, plan.size
+    if plan is None or snapshot is None:
+        texts = (known.arrived, known.connected, known.loaded, known.ready)
+        arrived, connected, loaded, ready = (count_ranks(text) for text in texts)
         return arrived, connected, loaded, ready
+    size = plan.size
     local = range(plan.head_ranks)
     result = [count_ranks(snapshot.stages.arrived)]
     for text, unnamed in (

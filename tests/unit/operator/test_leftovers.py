@@ -148,7 +148,9 @@ def test_a_lost_launch_plan_of_a_serving_group_is_made_again_as_it_was():
     incarnation = world.make_ready()
     before = copy.deepcopy(world.objects["ConfigMap", f"web-0-{incarnation}"]["data"])
     del world.objects["ConfigMap", f"web-0-{incarnation}"]
+    world.take_log()
     world.reconcile()
+    assert world.take_log() == [f"create ConfigMap web-0-{incarnation}"], "nobody need hear of it"
     assert world.objects["ConfigMap", f"web-0-{incarnation}"]["data"] == before
     assert world.entry().incarnation == incarnation
     assert world.cr.status.ranks.summary == "4/4"
