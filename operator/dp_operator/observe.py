@@ -239,7 +239,9 @@ def observe(
         obj = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
         name = obj.metadata.name
         is_worker = kind == "Pod" and labels.get(naming.LABEL_ROLE) != naming.HEAD
-        if not is_worker and not _controlled_by(uid, obj.metadata):
+        # A pod without any owner was orphaned: nobody but us will ever take it away.
+        orphaned = kind == "Pod" and not obj.metadata.owner_references
+        if not is_worker and not orphaned and not _controlled_by(uid, obj.metadata):
             continue
         incarnation, group = labels.get(naming.LABEL_INCARNATION), labels.get(naming.LABEL_GROUP, "")
         if not incarnation:
@@ -303,7 +305,7 @@ def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], plan: LaunchP
         if any(owner.controller and owner.uid in owners for owner in meta.owner_references):
             return True
         stateful_set = meta.name.rpartition("-")[0]
-        if stateful_set in sets:
+        if meta.owner_references and stateful_set in sets:
             return False
         if planned is not None:
             return meta.name in planned

@@ -105,6 +105,19 @@ def test_pods_that_a_deleted_set_left_behind_are_taken_away_and_do_not_block_the
     assert world.entry().incarnation != incarnation
 
 
+def test_a_head_that_somebody_orphaned_still_goes_with_its_group():
+    world = World()
+    incarnation = world.make_ready()
+    del world.pod(f"web-0-{incarnation}-head")["metadata"]["ownerReferences"]
+    world.reconcile()
+    assert world.entry().incarnation == incarnation
+    world.change_spec(replicas=0)
+    world.reconcile()
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    assert not [name for kind, name in world.objects if kind == "Pod"]
+
+
 def test_a_users_copy_of_a_policy_is_not_ours_to_delete():
     world = World(networkPolicy={"mode": "Unmanaged"})
     world.reconcile()
