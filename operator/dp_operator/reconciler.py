@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
 STRANGER_RECHECK_S = 30.0
 LOG_TIMEOUT_S = 3.0
+_REFUSED = "the API server refuses it"
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
 FIRST_RESYNC_S = 10.0
@@ -69,6 +70,7 @@ class Reconciler:
         self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
+        self._recheck_at: dict[str, float] = {}  # uid -> monotonic time to look at its strangers again
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
         # (uid, kind/name) -> resourceVersion after our last apply, and what we applied
@@ -123,7 +125,7 @@ class Reconciler:
             try:
                 await self.resync()
                 delay = RESYNC_S + self._chance.random() * 60
-            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("resync failed, trying again: %s", error)
                 delay = FIRST_RESYNC_S
 
@@ -166,6 +168,7 @@ class Reconciler:
             return
         uid = raw["metadata"]["uid"]
         self._followed[key] = uid
+        await self._meet_again(uid, key)
         cr = api.decode(raw)
         picture = observe(
             uid,
@@ -218,6 +221,7 @@ class Reconciler:
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
         self._strangers.pop(uid, None)
+        self._recheck_at.pop(uid, None)
         self._verdicts.pop(uid, None)
         self._rules.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
@@ -318,7 +322,7 @@ class Reconciler:
             if incarnation:
                 self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
             else:
-                self._strange(uid, kind, meta["name"], f"the API server refuses it: {error.message}")
+                self._strange(uid, kind, meta["name"], f"{_REFUSED}: {error.message}")
         return True
 
     async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> None:
@@ -332,16 +336,37 @@ class Reconciler:
         self._strange(uid, kind, name, "an object of this name exists that is not ours; rename or delete one of them")
 
     def _strange(self, uid: str, kind: str, name: str, why: str) -> None:
-        known = self._strangers.setdefault(uid, {})
-        known[kind, name] = why
+        self._strangers.setdefault(uid, {})[kind, name] = why
+        self._recheck_at[uid] = _monotonic() + STRANGER_RECHECK_S
+        for key, followed in self._followed.items():
+            if followed == uid:
+                self.queue.add_after(key, STRANGER_RECHECK_S + 0.1)
 
-        def look_again() -> None:
-            known.pop((kind, name), None)
-            for key, followed in self._followed.items():
-                if followed == uid:
-                    self.queue.add(key)
-
-        asyncio.get_running_loop().call_later(STRANGER_RECHECK_S, look_again)
+    async def _meet_again(self, uid: str, key: Key) -> None:
+        """See from time to time whether strangers have made room; reading is all it costs while they have not."""
+        known = self._strangers.get(uid)
+        if not known:
+            return
+        left_s = self._recheck_at[uid] - _monotonic()
+        if left_s > 0:
+            self.queue.add_after(key, left_s + 0.1)
+            return
+        self._recheck_at[uid] = _monotonic() + STRANGER_RECHECK_S
+        self.queue.add_after(key, STRANGER_RECHECK_S + 0.1)
+        for kind, name in list(known):
+            if _REFUSED in known[kind, name]:
+                del known[kind, name]  # only another attempt can tell
+                continue
+            try:
+                existing = await self._client.get(kind, key[0], name)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                del known[kind, name]
+                continue
+            if (existing["metadata"].get("labels") or {}).get(naming.LABEL_UID) == uid:
+                del known[kind, name]
+                self.cache.put(kind, existing)
 
     async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]
@@ -412,7 +437,7 @@ class Reconciler:
         }
         try:
             await self._client.create(body)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
 
 
