@@ -292,12 +292,13 @@ def _incarnation(situation: Situation, entry: GroupStatus) -> render.Incarnation
 def _step_creating(
     situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, draft: _Draft
 ) -> GroupStatus:
+    # The shape is that of its own launch plan: by now the spec may say another.
+    shape = {ws.name for ws in objects.plan.workers} if objects and objects.plan else None
+    if objects and objects.head and shape is not None and shape <= set(objects.stateful_sets):
+        return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
     if entry.revision != naming.revision(situation.cr.spec):
         # The spec that this half-made incarnation was begun with is gone: it cannot be completed.
         return replace(entry, state="Stopping", waiting_for="", replaces="")
-    sets = {ws.name for ws in render.worker_sets(situation.cr.spec, _incarnation(situation, entry).base)}
-    if objects and objects.head and objects.config_map and sets <= set(objects.stateful_sets):
-        return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
     blocked = situation.picture.blocked.get(entry.incarnation)
     begun = seconds(objects.rpc_service.metadata.creation_timestamp) if objects and objects.rpc_service else None
     if blocked and begun is not None:

@@ -162,7 +162,7 @@ class Reconciler:
             try:
                 await self.resync()
                 delay = RESYNC_S + self._chance.random() * 60
-            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("resync failed, trying again: %s", error)
                 delay = FIRST_RESYNC_S
 
@@ -529,7 +529,7 @@ class Reconciler:
         }
         try:
             await self._client.create(body)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
 
 

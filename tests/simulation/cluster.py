@@ -195,6 +195,8 @@ class Cluster:
         if kind == "Service":
             manifest = manifest | {"spec": manifest["spec"] | {"clusterIP": self._address(manifest)}}
         obj = self._store(kind, manifest, "ADDED")
+        if any(owner["uid"] not in self.by_uid for owner in manifest["metadata"].get("ownerReferences") or []):
+            self.after(0.02, 0.5, self._collect, "")  # its owner went a moment ago
         if kind == "Pod":
             self.after(0.05, 0.5, self._schedule, obj["metadata"]["uid"])
         elif kind == "StatefulSet":

@@ -219,6 +219,7 @@ class Watchdog:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._served: dict[str, bool] = {}  # incarnation that is to go -> whether it was known to serve
 
     def _ledger(self, uid: str) -> dict[str, dict[str, Any]]:
         obj = self._world.cr()
@@ -272,18 +273,25 @@ class Watchdog:
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
             raise BrokenError(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
-        if obj["kind"] == "Pod" and self._known_ready(process, obj) and incarnation not in self._world.touched:
+        if (
+            obj["kind"] == "Pod"
+            and is_ready(obj)
+            and self._served.get(incarnation)
+            and incarnation not in self._world.touched
+        ):
             self._budget(process, obj)
 
-    @staticmethod
-    def _known_ready(process: Process, pod: Object) -> bool:
-        """Whether a pod is ready and was so for the operator when it decided."""
-        uid = pod["metadata"]["labels"][naming.LABEL_UID]
-        return is_ready(pod) and any(
-            is_ready(obj)
-            for _, obj in process.reconciler.cache.owned(uid)
-            if obj["metadata"]["uid"] == pod["metadata"]["uid"]
-        )
+    def before_status(self, process: Process, obj: Object) -> None:
+        """Note which groups that are to go are known to serve: until they really go, more can become ready."""
+        before = self._ledger(obj["metadata"]["uid"])
+        for group in obj["status"].get("groups", []):
+            name = group["incarnation"]
+            if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
+                self._served[name] = any(
+                    is_ready(pod) and pod["metadata"]["labels"].get(naming.LABEL_INCARNATION) == name
+                    for kind, pod in process.reconciler.cache.owned(obj["metadata"]["uid"])
+                    if kind == "Pod" and pod["metadata"]["labels"].get(naming.LABEL_ROLE) == naming.HEAD
+                )
 
     def _budget(self, process: Process, head: Object) -> None:
         """A healthy serving group may go only if enough others serve, as far as the operator can know."""

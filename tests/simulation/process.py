@@ -127,6 +127,7 @@ class FakeClient:
             self._process.status_writes += 1
             return answer
 
+        self._process.watchdog.before_status(self._process, obj)
         return await self._request(act)
 
     async def log(self, namespace: str, pod: str, *, previous: bool) -> str:
@@ -227,7 +228,16 @@ class Process:
         for kind in self._kinds():
             self._relist(kind)
         works = [mine.work() for _ in range(WORKERS)]
-        self._tasks += [self.cluster.loop.create_task(work) for work in (*works, mine.keep_true())]
+        tasks = [self.cluster.loop.create_task(work) for work in (*works, mine.keep_true())]
+        for task in tasks:
+            task.add_done_callback(self._ended)
+        self._tasks += tasks
+
+    @staticmethod
+    def _ended(task: asyncio.Task[None]) -> None:
+        """None of them may end by itself: the process would end with it."""
+        if not task.cancelled():
+            reconciler.log.error("%s ended: %r", task.get_name(), task.exception())
 
     def die(self, *, restart_after_s: float) -> None:
         if not self.alive:

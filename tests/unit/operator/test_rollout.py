@@ -139,6 +139,21 @@ def test_a_paused_rollout_begins_nothing_and_says_so():
     assert (1, "Stopping") in states(world)
 
 
+def test_a_group_that_came_up_while_no_status_could_be_written_is_replaced_within_the_limits_like_any_other():
+    spec = {"rollout": {"maxSurge": 1, "maxUnavailable": 0}}
+    world = World(**spec)
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    unwritten = [msgspec.structs.replace(e, created_at=None) for e in world.cr.status.groups]
+    status = msgspec.structs.replace(world.cr.status, groups=unwritten)
+    world.run_pods(incarnation)
+    world.ready_head(incarnation)
+    world.cr = msgspec.structs.replace(world.cr, status=status)
+    world.change_spec(**spec, engine=NEWER, dataParallel={"size": 6})
+    world.reconcile()
+    assert [e.state for e in world.cr.status.groups if e.incarnation == incarnation] == ["Starting"]
+
+
 def test_nothing_is_deleted_for_a_revision_that_the_api_server_refuses():
     world = serving(2)
     world.verdicts = {}
