@@ -146,8 +146,8 @@ def plan(situation: Situation) -> Plan:
 
     entries = _with_orphans(cr, situation.picture)
     moved = [_step(situation, entry, wanted, draft) for entry in entries]
-    stepped = _one_per_group([entry for entry in moved if entry is not None])
-    stepped = _take_over(situation, stepped, draft)
+    stepped = _take_over(situation, [entry for entry in moved if entry is not None], draft)
+    stepped = _one_per_group(stepped)
     if not situation.errors:
         stepped = _replace_changed(situation, stepped, wanted, revision, token, draft)
         stepped = _begin(situation, stepped, wanted, revision, token, draft)
@@ -448,10 +448,13 @@ def _remembers(entry: GroupStatus) -> bool:
 
 
 def _one_per_group(entries: list[GroupStatus]) -> list[GroupStatus]:
-    """Leave out entries that wait for an attempt of a group that has another entry already."""
+    """Leave out entries that wait for an attempt of a group that has another entry already.
+
+    Of two that wait, which is what a group and its successor become when they end together, the one that failed stays.
+    """
     kept: list[GroupStatus] = []
     settled = {e.index for e in entries if rollout.alive(e) and not e.replaces}
-    for entry in entries:
+    for entry in sorted(entries, key=lambda e: -e.restarts):
         if entry.state == "Waiting" and not entry.replaces:
             if entry.index in settled:
                 continue

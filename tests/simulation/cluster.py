@@ -44,6 +44,7 @@ class Node:
     capacity: int
     lost: bool = False
     unschedulable: bool = False
+    back_at: float = 0.0
     deferred: list[Callable[[], None]] = field(default_factory=list)  # what its kubelet does when it is back
 
 
@@ -530,6 +531,11 @@ class Cluster:
         name = pod["spec"].get("nodeName")
         return bool(name) and self.nodes[name].lost
 
+    def out_of_reach(self, pod: Object) -> bool:
+        """Whether a pod's node is lost, or was until so short a time ago that the operator may not know better."""
+        name = pod["spec"].get("nodeName")
+        return self._node_lost(pod) or (bool(name) and self.now - self.nodes[name].back_at < 10)
+
     def _node_changed(self, node: Node) -> None:
         obj = self.objects["Node", node.name]
         unknown = node.lost
@@ -564,6 +570,7 @@ class Cluster:
 
     def heal(self, node: Node) -> None:
         node.lost = False
+        node.back_at = self.now
         self._node_changed(node)
         deferred, node.deferred = node.deferred, []
         for action in deferred:

@@ -254,7 +254,7 @@ class Watchdog:
         alive: dict[str, int] = {}
         for pod in self._world.cluster.all("Pod"):
             its = pod["metadata"]["labels"]
-            if its[naming.LABEL_UID] != labels[naming.LABEL_UID] or self._world.cluster._node_lost(pod):
+            if its[naming.LABEL_UID] != labels[naming.LABEL_UID] or self._world.cluster.out_of_reach(pod):
                 continue
             alive[its[naming.LABEL_INCARNATION]] = int(its[naming.LABEL_GROUP])
         alive[labels[naming.LABEL_INCARNATION]] = int(labels[naming.LABEL_GROUP])

@@ -191,6 +191,24 @@ def test_two_groups_of_one_index_that_stop_together_come_back_as_one():
     assert states(world) == [(0, "Starting")]
 
 
+def test_a_successor_that_fails_at_the_moment_its_predecessor_ends_does_not_make_two_groups_of_one():
+    spec = {"rollout": {"maxSurge": 1, "maxUnavailable": 0}}
+    world = serving(1, **spec)
+    old = world.entry().incarnation
+    world.change_spec(**spec, engine=NEWER)
+    world.reconcile()
+    successor = next(e.incarnation for e in world.cr.status.groups if e.replaces)
+    world.run_pods(successor)
+    world.engine_ends(f"web-0-{successor}-head", code=1)
+    world.engine_ends(f"web-0-{old}-head", code=1)
+    world.reconcile()
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    world.now += 600
+    world.reconcile()
+    assert len(world.cr.status.groups) == 1
+
+
 def budget(world: World, index: int) -> int:
     name = f"web-{index}-{world.entry(index).incarnation}"
     return world.objects["PodDisruptionBudget", name]["spec"]["minAvailable"]
