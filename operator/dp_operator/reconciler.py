@@ -249,9 +249,10 @@ class Reconciler:
                 return
         self._prune(uid, {entry.incarnation for entry in decided.status.groups})
         self._live[uid] = {entry.incarnation for entry in decided.status.groups if entry.created_at}
-        acted = await self._act(uid, decided)
+        # The ledger is written: its events are true whatever becomes of the actions.
         for event in decided.events:
             await self._post(raw, event)
+        acted = await self._act(uid, decided)
         self._rounds[uid] = self._rounds.get(uid, 0) + 1 if acted else 0
         if acted:
             # A start takes a few rounds at once. Whatever needs many more is going in circles, and circles are slow.
