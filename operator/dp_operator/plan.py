@@ -77,7 +77,7 @@ Action = Create | Apply | Delete
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Write `status` first; then carry out the sequences; then post the events.
+    """Write `status` first; then post the events; then carry out the sequences.
 
     A sequence is a list of steps: the actions of a step go side by side, and nothing of a later step may begin before
     the earlier one has succeeded. The sequences have nothing to do with each other, so whoever carries them out begins
