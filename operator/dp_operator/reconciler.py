@@ -83,7 +83,7 @@ class Reconciler:
         self._followed: dict[Key, str] = {}
         self._relisted = asyncio.Event()
         self._errands: set[asyncio.Task[None]] = set()
-        self._live: dict[str, set[str]] = {}  # uid -> incarnations whose objects have all been made
+        self._live: dict[str, set[str]] = {}  # uid -> incarnations that were released
         self._refused_specs: dict[str, set[tuple[str, str]]] = {}  # uid -> kept objects that this spec cannot have
         self._generations: dict[str, int] = {}  # uid -> generation that was last looked at
 
@@ -236,6 +236,7 @@ class Reconciler:
             await self._check(uid, naming.revision(cr.spec), decided.checks)
             self.queue.add(key)
         decided = await self._with_logs(cr, decided)
+        unwritten = False
         if decided.status != cr.status:
             progress = is_progress(cr.status, decided.status)
             age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
@@ -245,10 +246,11 @@ class Reconciler:
                 if not progress:
                     return
                 # The steps rely on the ledger alone, and that has nothing new.
+                unwritten = True
             elif not await self._write_status(key, raw, decided):
                 return
         self._prune(uid, {entry.incarnation for entry in decided.status.groups})
-        self._live[uid] = {entry.incarnation for entry in decided.status.groups if entry.created_at}
+        self._live[uid] = {entry.incarnation for entry in decided.status.groups if entry.released_at}
         # The ledger is written: its events are true whatever becomes of the actions.
         for event in decided.events:
             await self._post(raw, event)
@@ -258,7 +260,8 @@ class Reconciler:
             # A start takes a few rounds at once. Whatever needs many more is going in circles, and circles are slow.
             beyond = self._rounds[uid] - QUICK_ROUNDS
             self.queue.add_after(key, 0.0 if beyond <= 0 else min(LONGEST_ROUND_S, 0.25 * 2 ** min(beyond, 10)))
-        elif decided.look_again_at is not None:
+        elif decided.look_again_at is not None and not (unwritten and decided.look_again_at <= now):
+            # A look at once follows every change of the status; one that is not written yet has its own time.
             # Deadlines are whole seconds; a moment later they have surely passed.
             self.queue.add_after(key, decided.look_again_at - now + 0.05)
 
@@ -404,7 +407,8 @@ class Reconciler:
                 raise
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
             if incarnation in self._live.get(uid, set()):
-                # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group.
+                # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group
+                # that was released: before, its launchers look for each other at that address.
                 self._blocked[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
                 self._later(uid, STRANGER_RECHECK_S)
                 return False

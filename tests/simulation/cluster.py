@@ -404,13 +404,15 @@ class Cluster:
         pod = self.found(uid)
         if pod is None or pod["metadata"].get("deletionTimestamp"):
             return
-        relay = self._relay_at(plan["monitorHost"])
+        # The head's relay is beside it; the others go by the address of the Service.
+        relay = self.relays.get(uid) or self._relay_at(plan["monitorHost"])
         if relay is None:
             self.after(1, 2, self._on_node, pod, lambda u: self._check_in(u, plan, launch))
             return
         name = pod["metadata"]["name"]
         if relay.incarnation != pod["metadata"]["labels"][naming.LABEL_INCARNATION]:
-            raise BrokenError(f"pod {name} checks in at the monitor of incarnation {relay.incarnation}")
+            self._engine_ends(uid, 1, "Error")  # a monitor refuses whoever is not in its plan, and the launcher ends
+            return
         if relay.released_at is not None:
             if relay.arrived.get(name) != launch:
                 message = f"pod {name} checked in again after the release"

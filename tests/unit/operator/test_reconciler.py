@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from dp_operator import api, naming
+from dp_operator import api, naming, observe
 from dp_operator.client import ApiError
 from dp_operator.reconciler import Reconciler
 from tests.unit.operator.world import SETTINGS, spec
@@ -264,12 +265,14 @@ async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_bef
     assert server.condition("Stalled")["status"] == "False"
 
 
-async def test_a_rpc_service_that_cannot_be_made_again_ends_no_serving_group():
+async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_released():
     server = Server()
     made = operator(server)
     show(made, server.resource())
     task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
+    server.status()["groups"][0]["releasedAt"] = observe.timestamp(time.time())
+    show(made, server.resource())
     name = next(name for kind, name in server.objects if kind == "Service" and name.endswith("-rpc"))
     old = server.objects.pop(("Service", name))
     server.refuse["create", "Service"] = ApiError(422, "Invalid", "provided IP is already allocated")
