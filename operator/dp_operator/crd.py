@@ -94,7 +94,7 @@ def _default(field: inspect.Field, schema: Schema, *, at: str) -> Schema:
     if isinstance(value, msgspec.Struct):
         below = schema["properties"].values()
         return {"default": {}} if any("default" in part for part in below) else {}
-    if at.startswith("status.") and value in ("", []):
+    if at.startswith("status.") and value in ("", [], {}):
         return {}
     return {"default": msgspec.to_builtins(value)}
 
