@@ -1,7 +1,7 @@
 """The few API calls the operator makes, over one aiohttp session. Objects are dictionaries, as the API sends them.
 
 The official client's models drop fields they do not know and refuse ones that are newer than they are, and its
-import costs more memory than the rest of the operator; docs/decisions/0002-own-api-client.md has the figures. kopf finds
+import costs much memory; docs/decisions/0002-own-api-client.md has the figures. kopf finds
 the credentials; service account tokens are read again from their file, because they rotate.
 """
 
