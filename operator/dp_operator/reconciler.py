@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -108,11 +108,9 @@ class Reconciler:
         meta = obj["metadata"]
         for uid, known in self._strangers.items():
             if known.pop((kind, meta["name"]), None):
-                self._again(uid)
+                self._later(uid, 0.0)
         if kind == "Pod" and not meta.get("deletionTimestamp"):
-            task = asyncio.create_task(self._remove_unlabelled(meta), name=f"look after pod {meta['name']}")
-            self._errands.add(task)
-            task.add_done_callback(self._errands.discard)
+            self._start(self._remove_unlabelled(meta), f"look after pod {meta['name']}")
 
     async def _remove_unlabelled(self, meta: dict[str, Any]) -> None:
         """Delete a pod that somebody took our label from: it counts as lost, and must not go on taking traffic."""
@@ -122,10 +120,11 @@ class Reconciler:
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("pod %s/%s lost our label and was not deleted: %s", meta["namespace"], meta["name"], error)
 
-    def _again(self, uid: str) -> None:
-        for key, followed in self._followed.items():
-            if followed == uid:
-                self.queue.add(key)
+    def _start(self, errand: Coroutine[None, None, None], name: str) -> None:
+        """Run something beside the work on keys; it ends with the operator at the latest."""
+        task = asyncio.create_task(errand, name=name)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     def relisted(self) -> None:
         """Note that a watch began anew: what vanished meanwhile is not told, so compare soon."""
@@ -439,6 +438,7 @@ class Reconciler:
         return True
 
     def _later(self, uid: str, delay_s: float) -> None:
+        """Look at the custom resource again after delay_s, at once with 0."""
         for key, followed in self._followed.items():
             if followed == uid:
                 self.queue.add_after(key, delay_s)
@@ -454,13 +454,11 @@ class Reconciler:
                 except ApiError as error:
                     if error.status == 404:
                         self._strangers.get(uid, {}).pop((kind, name), None)
-                        self._again(uid)
+                        self._later(uid, 0.0)
                 except (aiohttp.ClientError, TimeoutError, OSError):
                     continue
 
-        task = asyncio.create_task(wait(), name=f"{kind} {namespace}/{name} is a stranger's")
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        self._start(wait(), f"{kind} {namespace}/{name} is a stranger's")
 
     async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]
