@@ -1,14 +1,10 @@
-"""The coordinator frame by frame, and a simulation in which no request may wait forever."""
-
-import random
-from collections import deque
+"""The coordinator frame by frame."""
 
 import pytest
 
 from dp_engine import wire
 from dp_engine.coordinator import BarrierBrokenError, Coordinator
 from dp_engine.versions import wire_of
-from dp_engine.waves import Waves
 from dp_engine.wire import Outputs
 
 
@@ -133,89 +129,3 @@ def test_front_ends_start_waves_up_to_0_32_and_not_later():
     assert shown(started(version="0.32").from_front(first_request)) == [("back", 2, [0, b"\1\0"])]
     assert started(version="0.33").from_front(first_request) == []
     assert started(version="0.32").from_front(b"\1") == []
-
-
-class Simulation:
-    """Engines, coordinator and network of one lock-stepped group; every message is late by a random time.
-
-    Steps are common: none happens until every engine runs, as with a real all-reduce.
-    """
-
-    def __init__(self, seed, version):
-        self.random = random.Random(seed)
-        self.size = self.random.choice([2, 3, 5, 8, 16, 64])
-        family = wire_of(version)
-        self.front_starts = family.front_end_starts_waves
-        self.core = Coordinator(size=self.size, waves=True, wire_family=family)
-        for _ in range(self.size):
-            self.core.from_back(b"\1", 0.0)
-        self.waves = [Waves(rank=rank, wire=family) for rank in range(self.size)]
-        self.work = [0] * self.size
-        self.front = (0, False)
-        self.channels = {}
-
-    def post(self, source, target, message):
-        """Messages between the same two parties keep their order, as over one connection."""
-        self.channels.setdefault((source, target), deque()).append(message)
-
-    def submit(self):
-        engine = self.random.randrange(self.size)
-        wave, running = self.front
-        self.post("front", engine, ("add", wave))
-        if self.front_starts and not running:
-            self.post("front", "core", wire.encode([wire.identity(engine), wave]))
-
-    def deliver(self):
-        (source, target), queue = self.random.choice([item for item in self.channels.items() if item[1]])
-        message = queue.popleft()
-        if target == "front":
-            self.front = tuple(message)
-        elif target == "core":
-            take = self.core.from_front if source == "front" else self.core.from_engine
-            for send in take(message):
-                if send.to == "front":
-                    self.post("core", "front", wire.decode(send.frames[0])[1:])
-                else:
-                    for rank in range(self.size):
-                        self.post("core", rank, ("start", *wire.decode(send.frames[1])))
-        elif message[0] == "add":
-            self.work[target] += self.random.randint(1, 40)
-            self.announce(target, self.waves[target].request_arrived(message[1]))
-        else:
-            self.announce(target, self.waves[target].start_received(*message[1:]))
-
-    def announce(self, rank, wave):
-        if wave is not None:
-            self.post(rank, "core", says(rank, start_wave=wave))
-
-    def step(self):
-        if not all(waves.running for waves in self.waves):
-            return
-        self.work = [max(0, left - 1) for left in self.work]
-        for rank, waves in enumerate(self.waves):
-            finished = waves.stepped(any_unfinished=any(self.work))
-            if finished and finished.report is not None:
-                self.post(rank, "core", says(rank, wave_complete=finished.report))
-
-    def run(self):
-        to_submit = 40
-        for _ in range(200_000):
-            in_flight = any(self.channels.values())
-            if not to_submit and not in_flight and not any(self.work):
-                break
-            roll = self.random.random()
-            if to_submit and roll < 0.03:
-                to_submit -= 1
-                self.submit()
-            elif in_flight and roll < 0.6:
-                self.deliver()
-            else:
-                self.step()
-        else:
-            pytest.fail(f"work left: {self.work}, running: {[waves.running for waves in self.waves]}")
-
-
-@pytest.mark.parametrize("version", ["0.11", "0.28", "0.29", "0.32", "0.33"])
-@pytest.mark.parametrize("seed", range(40))
-def test_no_request_waits_forever_in_a_paused_group(seed, version):
-    Simulation(seed, version).run()
