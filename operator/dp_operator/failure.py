@@ -119,11 +119,12 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
     firsts = objects.first_ranks
     released = seconds(entry.released_at)
     found: list[_Sign] = []
+    assumed = objects.plan.assumed_version if objects.plan else ""
     for pod in objects.pods:
         ended = _engine_end(pod)
         made = seconds(pod.metadata.creation_timestamp)
         if ended and not _removal_came_first(pod, ended):
-            klass, failure = _explain_end(pod, ended, entry, now)
+            klass, failure = _explain_end(pod, ended, entry, now, assumed=assumed)
         elif _was_rejected(pod):
             klass, failure = _ERROR, _rejected(pod, entry, now)
         elif pod.metadata.deletion_timestamp or pod.status.phase == "Failed":
@@ -237,7 +238,7 @@ def _engine_end(pod: Pod) -> Terminated | None:
     return engine.state.terminated or engine.last_state.terminated
 
 
-def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float) -> tuple[int, Failure]:
+def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float, *, assumed: str) -> tuple[int, Failure]:
     number = ended.signal or (ended.exit_code - 128 if ended.exit_code > 128 else 0)
     signal_name = _signal_name(number)
     if ended.reason == "OOMKilled":
@@ -251,11 +252,15 @@ def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float) ->
     message = ended.message
     if reason == "EngineExited":
         reason = symptoms.reason(message) or reason
+    # Only this attempt could show the true version, so it is not held against the group. The next one knows it.
+    found = symptoms.version_too_old(message)
+    if found:
+        reason = "EngineTooOld"
     on = f" on {pod.spec.node_name}" if pod.spec.node_name else ""
     return klass, Failure(
         reason=reason,
         time=ended.finished_at or timestamp(now) or "",
-        charged=True,
+        charged=not found or found == assumed,
         incarnation=entry.incarnation,
         pod=pod.name,
         node=pod.spec.node_name,

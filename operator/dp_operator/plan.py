@@ -31,7 +31,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dp_operator import disruption, naming, render, rollout, status, versions
+from dp_operator import disruption, naming, render, rollout, status, symptoms, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
 from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
@@ -286,6 +286,7 @@ def _incarnation(situation: Situation, entry: GroupStatus) -> render.Incarnation
         id=entry.incarnation,
         revision=entry.revision,
         settings=situation.settings,
+        installed=entry.engine_version,
     )
 
 
@@ -296,8 +297,8 @@ def _step_creating(
     shape = {ws.name for ws in objects.plan.workers} if objects and objects.plan else None
     if objects and objects.head and shape is not None and shape <= set(objects.stateful_sets):
         return replace(entry, created_at=timestamp(situation.now), head_pod=objects.head.name)
-    if entry.revision != naming.revision(situation.cr.spec):
-        # The spec that this half-made incarnation was begun with is gone: it cannot be completed.
+    if situation.errors or entry.revision != naming.revision(situation.cr.spec):
+        # The spec that this half-made incarnation was begun with is gone or refused: it cannot be completed.
         return replace(entry, state="Stopping", waiting_for="", replaces="")
     blocked = situation.picture.blocked.get(entry.incarnation)
     begun = seconds(objects.rpc_service.metadata.creation_timestamp) if objects and objects.rpc_service else None
@@ -327,6 +328,9 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
     if not entry.released_at and snapshot and snapshot.released_at:
         # Times of the ledger are the operator's: the clock of the relay's node may be wrong.
         entry = replace(entry, released_at=timestamp(now))
+    if snapshot and snapshot.engine_versions:
+        # Of several the oldest, which is the one that may lack something.
+        entry = replace(entry, engine_version=min(snapshot.engine_versions, key=versions.order)[:32])
     entry = replace(entry, suspected_at=suspected_at(entry, objects, now))
     verdict = judge(spec, entry, objects, situation.picture, now)
     draft.look_again(verdict.look_again_at)
@@ -334,6 +338,10 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
         wanted = log_wanted(verdict.failure, objects)
         if wanted:
             draft.logs.append(wanted)
+        found = symptoms.version_too_old(verdict.failure.log_tail)
+        if found:
+            # What the launcher says last is known even where the monitor was never heard.
+            entry = replace(entry, engine_version=found)
         return _fail(situation, entry, verdict.failure, draft)
     pods = objects.pods
     expected = len(objects.first_ranks)
@@ -342,9 +350,6 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
         changes["head_node"] = objects.head.spec.node_name
     if not entry.scheduled_at and expected and len(pods) == expected and all(pod.spec.node_name for pod in pods):
         changes["scheduled_at"] = timestamp(now)
-    if snapshot and snapshot.engine_versions:
-        # Of several the oldest, which is the one that may lack something.
-        changes["engine_version"] = min(snapshot.engine_versions, key=versions.order)[:32]
     entry = replace(entry, **changes)
     if entry.state == "Starting":
         if snapshot and snapshot.ready_at and objects.serves:

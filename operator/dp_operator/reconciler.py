@@ -266,7 +266,8 @@ class Reconciler:
 
     def _refusals(self, cr: api.DataParallelDeployment) -> list[str]:
         """Why the spec cannot be acted on; asked once per generation and version found in the image."""
-        installed = installed_version(cr.status.groups, naming.revision(cr.spec)) or versions.known(cr.spec)
+        installed = installed_version(cr.status.groups, naming.revision(cr.spec), naming.restart_token(cr))
+        installed = installed or versions.known(cr.spec)
         asked = (cr.metadata.generation, installed)
         before, errors = self._rules.get(cr.metadata.uid, (None, []))
         if before != asked:

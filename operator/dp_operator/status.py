@@ -68,7 +68,7 @@ def build(
         _degraded(current),
         _stalled(cr, current, picture, errors, refused),
         _drain_blocked(cr, picture, entries, wanted),
-        _version_assumed(cr, current, revision),
+        _version_assumed(cr, installed_version(current, revision, token)),
     ]
     return bounded(
         Status(
@@ -277,15 +277,14 @@ def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[G
     return _condition("DrainBlocked", False, "AsExpected", "no node that is being emptied waits for a group")
 
 
-def installed_version(entries: list[GroupStatus], revision: str) -> str | None:
-    """Version that launchers found in the image of this revision, if any has looked yet."""
-    found = [entry.engine_version for entry in entries if entry.revision == revision and entry.engine_version]
+def installed_version(entries: list[GroupStatus], revision: str, token: str) -> str | None:
+    """Version that launchers found in the image of this revision, if any has looked since a restart was asked for."""
+    found = [e.engine_version for e in entries if e.engine_version and not rollout.outdated(e, revision, token)]
     return min(found, key=versions.order) if found else None
 
 
-def _version_assumed(cr: DataParallelDeployment, current: list[GroupStatus], revision: str) -> Condition:
+def _version_assumed(cr: DataParallelDeployment, installed: str | None) -> Condition:
     version = versions.known(cr.spec)
-    installed = installed_version(current, revision)
     if installed:
         differs = cr.spec.engine.version and versions.parse(cr.spec.engine.version) != versions.order(installed)[:2]
         said = f"; engine.version says {cr.spec.engine.version}, the image decides" if differs else ""

@@ -49,6 +49,7 @@ _REASONS = (
     ),
 )
 _COMPILED = tuple((reason, re.compile(pattern)) for reason, pattern in _REASONS)
+_TOO_OLD = re.compile(r"^not started: the image has vLLM (\S{1,32}), and ")
 _ERROR = re.compile(
     r"Traceback \(most recent call last\)|\b(ERROR|CRITICAL|FATAL)\b|\w*(Error|Exception)\b: |\berror: "
 )
@@ -57,6 +58,12 @@ _ERROR = re.compile(
 def reason(text: str) -> str:
     """The cause in one word where the log is clear about it, "" otherwise."""
     return next((name for name, pattern in _COMPILED if pattern.search(text)), "")
+
+
+def version_too_old(text: str) -> str:
+    """The vLLM version in the image, where a launcher says that it is too old for what is asked; "" otherwise."""
+    found = _TOO_OLD.search(text)
+    return found.group(1) if found else ""
 
 
 def first_error(text: str) -> str:

@@ -32,6 +32,8 @@ NODE_GRACE_S = 3.0  # from the last heartbeat to Ready=Unknown
 TAINT_EVICTION_S = 30.0
 # Images that misbehave, by the beginning of their tag.
 BROKEN, HANGING, UNPULLABLE, INVALID = "broken", "hanging", "unpullable", "invalid"
+# An image whose tag says nothing, with a vLLM that has no Dedicated heads.
+OLD, OLD_VERSION = "old", "0.13.0"
 
 
 class BrokenError(Exception):
@@ -57,6 +59,7 @@ class Relay:
     plan: dict[str, Any]
     ip: str
     arrived: dict[str, str] = field(default_factory=dict)  # pod -> launch
+    told: set[str] = field(default_factory=set)  # pods whose launcher found an engine that is too old
     connected: set[str] = field(default_factory=set)
     ready: set[str] = field(default_factory=set)
     released_at: float | None = None
@@ -64,6 +67,10 @@ class Relay:
     lost: list[RankLost] = field(default_factory=list)
     restarted: list[PodRestarted] = field(default_factory=list)
     silent: bool = False
+
+    @property
+    def head_ranks(self) -> int:
+        return self.plan["sizeLocal"] if self.plan["headPlacement"] == "Colocated" else 0
 
     @property
     def pods(self) -> dict[str, list[int]]:
@@ -74,14 +81,17 @@ class Relay:
             for ws in self.plan["workers"]
             for n in range(ws.get("ordinalStart", 0), ws.get("ordinalStart", 0) + ws["replicas"])
         }
-        return {self.plan["headPod"]: list(range(local)), **{p: list(range(r, r + local)) for p, r in firsts.items()}}
+        return {
+            self.plan["headPod"]: list(range(self.head_ranks)),
+            **{p: list(range(r, r + local)) for p, r in firsts.items()},
+        }
 
     def ranks(self, pods: set[str]) -> str:
         return format_ranks([rank for pod, ranks in self.pods.items() if pod in pods for rank in ranks])
 
     def snapshot(self, now: float) -> Snapshot:
         head = self.plan["headPod"]
-        local = self.plan["sizeLocal"]
+        local = self.head_ranks
         return Snapshot(
             incarnation=self.incarnation,
             time=now,
@@ -105,6 +115,7 @@ class Relay:
                 loaded=local * (head in self.ready),
                 ready=local * (head in self.ready),
             ),
+            engine_versions={OLD_VERSION: len(self.told)} if self.told else {},
             lost=self.lost,
             restarted=self.restarted,
         )
@@ -413,6 +424,14 @@ class Cluster:
         if relay.incarnation != pod["metadata"]["labels"][naming.LABEL_INCARNATION]:
             self._engine_ends(uid, 1, "Error")  # a monitor refuses whoever is not in its plan, and the launcher ends
             return
+        image = pod["spec"]["containers"][0]["image"]
+        if image.rpartition(":")[2].startswith(OLD) and plan.get("needsVersion"):
+            if self.chance.random() < 0.7:  # it tells the monitor for a while, whoever listens
+                relay.told.add(name)
+                self._relay_changed(relay)
+            words = f"not started: the image has vLLM {OLD_VERSION}, and headPlacement Dedicated needs 0.14 or newer"
+            self._engine_ends(uid, 1, "Error", cascade=False, message=words)
+            return
         if relay.released_at is not None:
             if relay.arrived.get(name) != launch:
                 message = f"pod {name} checked in again after the release"
@@ -473,14 +492,15 @@ class Cluster:
         new = [{"type": kind, "lastTransitionTime": at, **words} for kind, words in conditions.items()]
         return self._change(pod, status={"phase": "Pending", **status, "conditions": kept + new})
 
-    def _engine_ends(self, uid: str, code: int, reason: str, *, cascade: bool = True) -> None:
+    def _engine_ends(self, uid: str, code: int, reason: str, *, cascade: bool = True, message: str = "x") -> None:
         pod = self.found(uid)
         if pod is None or not is_running(pod) or self._node_lost(pod):
             return
         labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
         self.note(f"engine of {name} ends with {code} {reason}")
         self.charged_faults += 1
-        ended = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": timestamp(self.now), "message": "x"}}
+        ended = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": timestamp(self.now)}}
+        ended["terminated"]["message"] = message
         if labels[naming.LABEL_ROLE] == naming.HEAD:
             engine = {"name": "engine", "state": ended}
         else:
@@ -495,7 +515,7 @@ class Cluster:
         relay = next((r for r in self.relays.values() if name in r.pods), None)
         if relay is None:
             return
-        if relay.released_at is not None and relay.ready_at is None:
+        if relay.released_at is not None and relay.ready_at is None and relay.pods[name]:
             relay.lost.append(RankLost(time=self.now, rank=relay.pods[name][0], pod=name, message="connection closed"))
             self._relay_changed(relay)
         if labels[naming.LABEL_ROLE] != naming.HEAD:

@@ -23,6 +23,7 @@ from tests.simulation.cluster import (
     HANGING,
     INVALID,
     NAMESPACE,
+    OLD,
     UNPULLABLE,
     BrokenError,
     Cluster,
@@ -190,8 +191,8 @@ class World:
             return f"generation {self.generation} was not observed"
         if any(g.state == "Stopping" for g in status.groups):
             return "groups are being taken away"
-        if tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID)) and wanted:
-            # It never comes to rest, but the failure must have a name.
+        if tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID, OLD)) and wanted:
+            # Only the old one comes to rest, but every failure must have a name.
             named = any(g.last_failures for g in status.groups) or conditions["Stalled"].status == "True"
             return "" if named else "a broken revision without a named failure"
         if spec["rollout"].get("paused") and conditions["Available"].status == "True":
@@ -284,6 +285,8 @@ class Watchdog:
     def before_status(self, process: Process, obj: Object) -> None:
         """Note which groups that are to go are known to serve: until they really go, more can become ready."""
         before = self._ledger(obj["metadata"]["uid"])
+        if any(f["reason"] == "EngineTooOld" and f.get("charged", True) for f in _failures(obj)):
+            raise BrokenError("the attempt that shows the true version is charged")
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
@@ -326,6 +329,10 @@ class Watchdog:
                 f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "
                 f"maxUnavailable is {unavailable}"
             )
+
+
+def _failures(obj: Object) -> list[dict[str, Any]]:
+    return [failure for group in obj["status"].get("groups", []) for failure in group.get("lastFailures", [])]
 
 
 def share(value: int | str, whole: int, *, up: bool) -> int:
@@ -479,8 +486,19 @@ def _bad_image(world: World, chance: random.Random) -> None:
         world.later(chance.choice((3, 20, 100, 200)), lambda: world.edit(engine={"image": fixed}))
 
 
+def _old_image(world: World, chance: random.Random) -> None:
+    """An image that does not tell its vLLM version, which is too old for what is asked; corrected later, or never."""
+    if world.spec["dataParallel"]["size"] < 2:
+        return
+    image = f"example/custom:{OLD}{chance.randrange(9)}"
+    world.edit(engine={"image": image}, dataParallel={"headPlacement": "Dedicated"})
+    if chance.random() < 0.7:
+        world.later(chance.choice((3, 20, 100)), lambda: world.edit(engine={"image": GOOD}))
+
+
 def _resize(world: World, chance: random.Random) -> None:
-    world.edit(dataParallel={"size": chance.randrange(1, world.history.size + 2)})
+    least = 2 if world.spec["dataParallel"].get("headPlacement") == "Dedicated" else 1
+    world.edit(dataParallel={"size": max(least, chance.randrange(1, world.history.size + 2))})
 
 
 def _scale(world: World, chance: random.Random) -> None:
@@ -563,6 +581,7 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "new image": _new_image,
     "another new image": _new_image,
     "bad image": _bad_image,
+    "old image": _old_image,
     "resize": _resize,
     "scale": _scale,
     "suspend": _suspend,

@@ -28,6 +28,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     revision: str
     settings: Settings
+    installed: str = ""  # vLLM version that an earlier incarnation of the revision found in the image
 
     @property
     def base(self) -> str:

@@ -15,8 +15,10 @@ from dp_operator.render.quantity import in_bytes
 from dp_operator.render.shape import devices_per_pod, head_ranks, health, supervised, worker_sets
 
 
-def launch_plan(cr: DataParallelDeployment, group: int, incarnation: str, monitor_host: str) -> LaunchPlan:
-    """What launchers and relay of one incarnation need to know."""
+def launch_plan(
+    cr: DataParallelDeployment, group: int, incarnation: str, monitor_host: str, *, installed: str = ""
+) -> LaunchPlan:
+    """What launchers and relay of one incarnation need to know; installed: vLLM's version if the image was looked at."""
     spec = cr.spec
     base = naming.base_name(cr.metadata.name, group, incarnation)
     port, path = health(spec)
@@ -45,7 +47,7 @@ def launch_plan(cr: DataParallelDeployment, group: int, incarnation: str, monito
         head_devices=devices_per_pod(spec) if assigned and head_ranks(spec) else 0,
         worker_devices=devices_per_pod(spec) if assigned else 0,
         shared_memory_bytes=in_bytes(spec.engine.shared_memory),
-        assumed_version=versions.known(spec) or "",
+        assumed_version=installed or versions.known(spec) or "",
         needs_version=least[0] if least else "",
         needs_version_for=least[1] if least else "",
     )
@@ -53,7 +55,7 @@ def launch_plan(cr: DataParallelDeployment, group: int, incarnation: str, monito
 
 def config_map(inc: Incarnation, monitor_host: str) -> Manifest:
     """Launcher and launch plan, immutable."""
-    plan = launch_plan(inc.cr, inc.group, inc.id, monitor_host)
+    plan = launch_plan(inc.cr, inc.group, inc.id, monitor_host, installed=inc.installed)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

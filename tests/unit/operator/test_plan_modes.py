@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from dp_handshake import launch
 from dp_handshake.messages import Local, Stages
-from dp_operator import observe, rules
+from dp_operator import naming, observe, rules, symptoms
 from dp_operator.plan import Create
 from dp_operator.status import installed_version
 from tests.unit.operator.world import World
@@ -21,6 +24,11 @@ EXTERNAL: dict[str, Any] = {
     "model": {"name": "m", "architecture": "MoE"},
     "dataParallel": {"size": 4, "loadBalancing": "External"},
 }
+
+
+def found_version(world: World) -> str | None:
+    """Version that the image is known to have, as the rules are asked about it."""
+    return installed_version(world.cr.status.groups, naming.revision(world.cr.spec), naming.restart_token(world.cr))
 
 
 def set_ready(world: World, pod: dict[str, Any], *, ready: bool = True) -> None:
@@ -133,8 +141,7 @@ def test_a_version_that_cannot_do_it_is_refused_once_it_is_known_and_not_tried_a
     assert rules.refusals(name="web", spec=world.cr.spec) == []
     world.relay_says(world.entry().incarnation, engine_versions={"0.13.0": 5})
     world.reconcile()
-    entry = world.entry()
-    installed = installed_version(world.cr.status.groups, entry.revision)
+    installed = found_version(world)
     (refusal,) = rules.refusals(name="web", spec=world.cr.spec, installed=installed)
     assert "the image has vLLM 0.13.0: Dedicated needs vLLM 0.14 or newer" in refusal
 
@@ -144,8 +151,73 @@ def test_what_was_found_in_an_image_says_nothing_about_another_image():
     world.reconcile()
     world.relay_says(world.entry().incarnation, engine_versions={"0.13.0": 4})
     world.reconcile()
-    assert installed_version(world.cr.status.groups, world.entry().revision) == "0.13.0"
-    assert installed_version(world.cr.status.groups, "another") is None
+    assert found_version(world) == "0.13.0"
+    world.change_spec(engine={"image": "example/custom:2"})
+    assert found_version(world) is None
+
+
+def test_a_restart_that_is_asked_for_looks_at_the_image_again():
+    """The tag may be another image by now."""
+    world = World(engine={"image": "example/custom:latest"})
+    world.reconcile()
+    world.relay_says(world.entry().incarnation, engine_versions={"0.13.0": 4})
+    world.reconcile()
+    world.annotate(naming.ANNOTATION_RESTART, "again")
+    assert found_version(world) is None
+
+
+def too_old(world: World, version: str) -> str:
+    """What a launcher says at its end in an image with that version, by its own words over the real launch plan."""
+    plan = json.loads(msgspec.json.encode(world.launch_plan(world.entry().incarnation)))
+    found = {"role": "head", "ranks": 0, "engineVersion": version}
+    return f"not started: {launch.obstacle(plan, found)}"
+
+
+def test_the_attempt_that_finds_a_version_too_old_is_not_charged_and_the_spec_is_refused_with_the_true_one():
+    world = World(engine={"image": "example/custom:1"}, dataParallel={"size": 4, "headPlacement": "Dedicated"})
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    world.engine_ends(f"web-0-{incarnation}-head", code=1, message=too_old(world, "0.13.0"))
+    world.reconcile()
+    entry = world.cr.status.groups[0]
+    assert entry.last_failures[0].reason == "EngineTooOld"
+    assert (entry.last_failures[0].charged, entry.restarts, entry.state) == (False, 0, "Stopping")
+    world.errors = rules.refusals(name="web", spec=world.cr.spec, installed=found_version(world))
+    assert "the image has vLLM 0.13.0" in world.errors[0]
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    assert [group.state for group in world.cr.status.groups] == ["Waiting"], "made again although it cannot work"
+    assert world.condition("Accepted").status == "False"
+
+
+def test_a_version_too_old_is_forgiven_once_per_image_and_then_held_against_the_group():
+    """A loop without back-off would be the price if operator and launcher ever disagreed about a version."""
+    world = World(engine={"image": "example/custom:1"}, dataParallel={"size": 4, "headPlacement": "Dedicated"})
+    charged = []
+    for _ in range(2):
+        world.reconcile()
+        incarnation = world.entry().incarnation
+        world.run_pods(incarnation)
+        world.engine_ends(f"web-0-{incarnation}-head", code=1, message=too_old(world, "0.13.0"))
+        world.reconcile()
+        charged.append(world.cr.status.groups[0].last_failures[0].charged)
+        world.kubelets_finish_deleting()
+        world.now += 60
+    assert charged == [False, True]
+    world.change_spec(engine={"image": "example/custom:2"}, dataParallel={"size": 4, "headPlacement": "Dedicated"})
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    world.engine_ends(f"web-0-{incarnation}-head", code=1, message=too_old(world, "0.12.1"))
+    world.reconcile()
+    assert not world.cr.status.groups[0].last_failures[0].charged, "another image, another first time"
+
+
+def test_a_log_that_merely_quotes_the_launcher_is_an_end_like_any_other():
+    assert symptoms.version_too_old("not started: the image has vLLM 0.13.0, and x needs 0.14 or newer") == "0.13.0"
+    assert not symptoms.version_too_old("ERROR: not started: the image has vLLM 0.13.0, and x needs 0.14 or newer")
+    assert not symptoms.version_too_old("not started: 1 devices are visible")
 
 
 def test_what_preflight_found_is_said_while_the_group_starts():

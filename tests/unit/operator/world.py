@@ -240,7 +240,15 @@ class World:
         self.reconcile()
         return incarnation
 
-    def engine_ends(self, pod: str, *, code: int, at: float | None = None, reason: str = "Error") -> None:
+    def engine_ends(
+        self,
+        pod: str,
+        *,
+        code: int,
+        at: float | None = None,
+        reason: str = "Error",
+        message: str = "the last words",
+    ) -> None:
         self.pod(pod)["status"]["containerStatuses"] = [
             {
                 "name": "engine",
@@ -249,7 +257,7 @@ class World:
                         "exitCode": code,
                         "reason": reason,
                         "finishedAt": observe.timestamp(at or self.now),
-                        "message": "the last words",
+                        "message": message,
                     }
                 },
             }
