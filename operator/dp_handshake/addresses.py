@@ -21,9 +21,9 @@ def is_ipv6(text: str) -> bool:
     return ":" in text
 
 
-def endpoint(address: str, port: int) -> str:
-    """Give `tcp://address:port` as ZeroMQ writes it."""
-    return f"tcp://[{address}]:{port}" if is_ipv6(address) else f"tcp://{address}:{port}"
+def endpoint(address: str, port: int, scheme: str = "tcp") -> str:
+    """Give `tcp://address:port` as ZeroMQ writes it, or the same with another scheme."""
+    return f"{scheme}://[{address}]:{port}" if is_ipv6(address) else f"{scheme}://{address}:{port}"
 
 
 def upstream_source(pod_ip: str) -> str | None:

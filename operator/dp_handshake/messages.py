@@ -151,6 +151,13 @@ class PodRestarted(_Message, frozen=True):
     message: str
 
 
+class Stall(_Message, frozen=True):
+    """A rank that has running requests and, at two looks in a row or more, no new token."""
+
+    rank: int
+    since: float
+
+
 class Stages(_Message, frozen=True):
     """Ranks that reached at least each stage, as range strings.
 
@@ -194,3 +201,4 @@ class Snapshot(_Message, frozen=True):
     restarted: list[PodRestarted] = []  # newest 16
     violations: list[Violation] = []  # newest 32
     violation_count: int = 0
+    stalls: list[Stall] = []  # of a group that is ready: the oldest 16

@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 from msgspec import Struct, structs
 
-from dp_handshake import checkin, monitor, proctcp, protocol, snapshot
-from dp_handshake.addresses import canonical, is_ipv6
+from dp_handshake import checkin, monitor, proctcp, protocol, snapshot, tokens
+from dp_handshake.addresses import canonical, endpoint
 from dp_handshake.messages import CheckIn, CheckInReply, LaunchPlan, Snapshot
 from dp_handshake.relay import Heartbeat, Port
 from dp_handshake.state import Journal, Saved, load, read_journal, save
@@ -29,6 +29,9 @@ HEALTH_S = 1.0
 HEALTH_SOON_S = 0.25
 LISTEN_POLL_S = 0.2
 STAGE_POLL_S = 0.5
+# A page of /metrics is long with many ranks: looking at it may use a hundredth of the time.
+TOKENS_S = 10.0
+TOKENS_SHARE = 0.01
 # After a restart: time for the engine's ROUTER to let go of the identities that the earlier process held.
 RESTART_GRACE_S = 0.5
 
@@ -111,7 +114,7 @@ class Service:
         log.info("monitor listens on port %d", self._plan.monitor_port)
         tasks = [
             asyncio.create_task(_forever(work))
-            for work in (self._publisher, self._tcp_watch, self._health_watch, self._ticker)
+            for work in (self._publisher, self._tcp_watch, self._health_watch, self._token_watch, self._ticker)
         ]
         try:
             await stop.wait()
@@ -140,9 +143,8 @@ class Service:
     async def _health_watch(self) -> None:
         """Ask the engine's API until it answers 200. Before it is ready its port refuses (notes §8)."""
         await self.released.wait()
-        host = f"[{self._pod_ip}]" if is_ipv6(self._pod_ip) else self._pod_ip
         port = self._plan.health_port or self._plan.api_port
-        url = f"{self._plan.api_scheme.lower()}://{host}:{port}{self._plan.health_path or '/health'}"
+        url = f"{endpoint(self._pod_ip, port, self._plan.api_scheme.lower())}{self._plan.health_path or '/health'}"
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             while not self._seen.api_ready:
@@ -163,6 +165,27 @@ class Service:
             # process forwarded without having written it down.
             for rank in range(self._plan.head_ranks, self._plan.size):
                 protocol.step(self._handshake, protocol.Delivered(rank), now=time.time())
+
+    async def _token_watch(self) -> None:
+        """Look now and then, one API after the other, whether ranks with requests make tokens. Whoever is silent is left out."""
+        watch, pause_s = tokens.Watch(), TOKENS_S
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                await asyncio.sleep(pause_s)
+                if self._seen.ready_at is None:
+                    continue
+                started = time.monotonic()
+                for url in tokens.urls(self._plan, self._pod_ip, [m.ip for m in self._roster.arrived.values()]):
+                    try:
+                        async with session.get(url, ssl=False, allow_redirects=False) as response:
+                            watch.take(tokens.counts(await response.text()), now=time.time())
+                    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                        log.debug("%s: %s", url, error)
+                if watch.stalls != self._seen.stalls:
+                    self._seen.stalls = watch.stalls
+                    self._dirty = True
+                pause_s = max(TOKENS_S, (time.monotonic() - started) / TOKENS_SHARE)
 
     async def _tcp_watch(self) -> None:
         """Open the port once the engine's ROUTER listens, then follow the stages that no frame tells."""

@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec import Struct, field
 
 from dp_handshake.checkin import Roster, missing_pods
-from dp_handshake.messages import LaunchPlan, Local, Snapshot, Stages
+from dp_handshake.messages import LaunchPlan, Local, Snapshot, Stages, Stall
 from dp_handshake.protocol import Handshake, Stage
 from dp_handshake.ranks import format_ranks
 
@@ -15,7 +15,7 @@ MAX_WARNINGS = 8
 
 
 class Seen(Struct, kw_only=True):
-    """What no frame tells. Counts and pods only grow: a connection that ended later was there once."""
+    """What no frame tells. Counts and pods of the start only grow: a connection that ended later was there once."""
 
     listening_at: float | None = None
     api_ready: bool = False
@@ -23,6 +23,7 @@ class Seen(Struct, kw_only=True):
     local_connected: int = 0
     local_loaded: int = 0
     loaded_pods: set[str] = field(default_factory=set)
+    stalls: list[Stall] = field(default_factory=list)
 
 
 def local(plan: LaunchPlan, seen: Seen) -> Local:
@@ -73,6 +74,7 @@ def build(plan: LaunchPlan, roster: Roster, handshake: Handshake, seen: Seen, *,
         restarted=roster.restarted,
         violations=handshake.violations,
         violation_count=handshake.violation_count,
+        stalls=seen.stalls,
     )
 
 

@@ -178,6 +178,7 @@ class FailurePolicy(_Spec, frozen=True, kw_only=True):
     max_backoff_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 300
     stable_seconds: Annotated[int, Meta(ge=1, le=604_800)] = 600
     unhealthy_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 60
+    stalled_seconds: Annotated[int, Meta(ge=10, le=86_400)] = 120
 
 
 class Rollout(_Spec, frozen=True, kw_only=True):

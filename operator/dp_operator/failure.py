@@ -327,18 +327,10 @@ def _signs(entry: GroupStatus, objects: IncarnationObjects) -> list[tuple[float,
         signs.append((lost.time, _with_rank(failure, lost.rank)))
     for violation in snapshot.violations:
         # Only the rank's own pod can condemn its group: a stranger who talks to the port must not.
-        if violation.pod and violation.rank is not None and _owns(objects, violation.pod, violation.rank):
+        if violation.pod and violation.rank is not None and objects.holds(violation.pod, violation.rank):
             failure = _sign("HandshakeViolation", violation.pod, violation.message, entry, objects)
             signs.append((violation.time, _with_rank(failure, violation.rank)))
     return signs
-
-
-def _owns(objects: IncarnationObjects, pod: str, rank: int) -> bool:
-    if objects.plan is None:
-        return False
-    width = objects.plan.head_ranks if pod == objects.plan.head_pod else objects.plan.size_local
-    first = objects.first_ranks.get(pod)
-    return first is not None and first <= rank < first + width
 
 
 def _sign(reason: str, pod: str, message: str, entry: GroupStatus, objects: IncarnationObjects) -> Failure:

@@ -177,6 +177,14 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
     def pods(self) -> list[Pod]:
         return ([self.head] if self.head else []) + list(self.workers.values())
 
+    def holds(self, pod: str, rank: int) -> bool:
+        """Whether a rank runs in a pod, by the launch plan."""
+        first = self.first_ranks.get(pod)
+        if self.plan is None or first is None:
+            return False
+        width = self.plan.head_ranks if pod == self.plan.head_pod else self.plan.size_local
+        return first <= rank < first + width
+
     @property
     def serving_pods(self) -> list[Pod]:
         """Pods that have an API: the head; with Hybrid and External every pod of the group."""

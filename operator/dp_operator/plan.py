@@ -35,7 +35,7 @@ from dp_operator import disruption, naming, render, rollout, status, symptoms, v
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
 from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
-from dp_operator.waiting import describe, reached, unready
+from dp_operator.waiting import describe, reached, stalled, unready
 
 _KEPT_FAILURES = 3
 _BEING_MADE = "objects are being made"
@@ -372,6 +372,9 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
             entry = replace(entry, restarts=0, node_failures={})
         else:
             draft.look_again(stable_at)
+    _, again_s = stalled(objects, limit_s=spec.failure_policy.stalled_seconds)
+    if again_s is not None:
+        draft.look_again(now + max(1.0, again_s))
     return replace(entry, waiting_for="" if objects.serves else unready(objects))
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from dp_operator import disruption, naming, rollout, versions
 from dp_operator.api import Condition, DataParallelDeployment, GroupStatus, Ranks, Stages, Status
 from dp_operator.observe import Picture, timestamp
-from dp_operator.waiting import counts
+from dp_operator.waiting import counts, stalled
 
 _DEGRADED_FROM = 3  # charged failures in a row
 
@@ -67,6 +67,7 @@ def build(
         _progressing(cr, wanted, updated, entries, held, refused),
         _degraded(current),
         _stalled(cr, current, picture, errors, refused),
+        _serving_stalled(cr, current, picture),
         _drain_blocked(cr, picture, entries, wanted),
         _version_assumed(cr, installed_version(current, revision, token)),
     ]
@@ -268,6 +269,20 @@ def _stalled(
             words.append(f"change the spec, or set annotation {naming.ANNOTATION_RESTART} to a new value")
             return _condition("Stalled", True, "TooManyRestarts", "; ".join(words))
     return _condition("Stalled", False, "AsExpected", "no person is needed")
+
+
+def _serving_stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture) -> Condition:
+    """Only reported: whether a replacement helps is for a person to say."""
+    limit_s = cr.spec.failure_policy.stalled_seconds
+    words = []
+    for entry in current:
+        objects = picture.incarnations.get(entry.incarnation)
+        text = stalled(objects, limit_s=limit_s)[0] if objects and entry.state == "Serving" else ""
+        if text:
+            words.append(f"group {entry.index}: {text}")
+    if words:
+        return _condition("ServingStalled", True, "NoTokens", "; ".join(words))
+    return _condition("ServingStalled", False, "AsExpected", "no group has requests without making tokens")
 
 
 def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int) -> Condition:

@@ -121,6 +121,28 @@ def unready(objects: IncarnationObjects) -> str:
     return f"not ready: {'pods' if len(waiting) > 1 else 'pod'} {', '.join(named)}{more}"
 
 
+def stalled(objects: IncarnationObjects, *, limit_s: int) -> tuple[str, float | None]:
+    """(which ranks have requests and no token for limit_s, in words, or ""; seconds until that changes by itself).
+
+    Both times are the relay's, so nobody's clock matters; its newest line is at most ten seconds old.
+    """
+    snapshot = objects.snapshot
+    if snapshot is None or not snapshot.stalls:
+        return "", None
+    ages = {stall.rank: snapshot.time - stall.since for stall in snapshot.stalls}
+    late = [rank for rank, age_s in ages.items() if age_s >= limit_s]
+    if not late:
+        return "", limit_s - max(ages.values())
+    passed, until_s = _step(max(ages.values()))
+    pods = [name for name in objects.first_ranks if any(objects.holds(name, rank) for rank in late)]
+    found = {pod.name: pod for pod in objects.pods}
+    named = ", ".join(_pod_words(name, found.get(name)) for name in pods[:_NAMED_PODS])
+    more = f", and {len(pods) - _NAMED_PODS} more" if len(pods) > _NAMED_PODS else ""
+    words = f"rank{'s' if len(late) > 1 else ''} {format_ranks(late)} (pod{'s' if len(pods) > 1 else ''} {named}{more})"
+    text = f"{words}: requests run and no token has come for over {_duration(passed)}"
+    return text, until_s - max(ages.values())
+
+
 def _before_release(
     plan: LaunchPlan,
     pods: dict[str, Pod],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dp_handshake.messages import Stages
+from dp_handshake.messages import Stages, Stall
 from dp_operator import api, naming
 from dp_operator.status import bounded
 from tests.unit.operator.world import World
@@ -196,3 +196,38 @@ def test_conditions_are_cut_with_a_mark():
     message = world.condition("Stalled").message
     assert (len(message), message[-1]) == (2048, "…")
     assert replace(world.cr.status, groups=[]).conditions
+
+
+def test_requests_without_tokens_are_reported_with_rank_and_pod_and_replace_nothing():
+    world = World(failurePolicy={"stalledSeconds": 60})
+    incarnation = world.make_ready()
+    since = world.now
+    world.relay_says(incarnation, stalls=[Stall(rank=1, since=since), Stall(rank=3, since=since + 50)])
+    world.reconcile()
+    assert world.condition("ServingStalled").status == "False", "not for long yet"
+    due = world.reconcile().look_again_at
+    assert due is not None
+    world.now = max(due, since + 61)
+    world.relay_says(incarnation)
+    world.reconcile()
+    found = world.condition("ServingStalled")
+    assert (found.status, found.reason) == ("True", "NoTokens")
+    assert found.message == (
+        f"group 0: rank 1 (pod web-0-{incarnation}-w-0 on n1): requests run and no token has come for over 1 min"
+    )
+    writes = world.status_writes
+    for _ in range(50):
+        world.now += 1
+        world.relay_says(incarnation)
+        world.reconcile()
+    assert world.status_writes <= writes + 1, "rank 3 joins it, and nothing else is written"
+    world.now += 4000
+    world.relay_says(incarnation)
+    world.reconcile()
+    assert "ranks 1,3 (pods" in world.condition("ServingStalled").message
+    assert "over 1 h" in world.condition("ServingStalled").message
+    assert world.entry().incarnation == incarnation
+    assert world.condition("Ready").status == "True"
+    world.relay_says(incarnation, stalls=[])
+    world.reconcile()
+    assert world.condition("ServingStalled").status == "False"
