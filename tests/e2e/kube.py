@@ -278,16 +278,18 @@ class Space:
         pod = self.head(name, group)["metadata"]["name"]
         return self.cluster.call("GET", f"{self.path('pods', pod)}:{MONITOR_PORT}/proxy/v1/handshake")
 
-    def complete(self, name: str, *, rank: int | None = None, timeout_s: float = 20) -> Any:
+    def complete(self, name: str, *, rank: int | None = None, port: int = API_PORT, **options: Any) -> Any:
         """One completion through the deployment's Service; `rank` asks for that rank to serve it."""
-        body = {"model": "example/tiny", "prompt": "Say something.", "max_tokens": 20, "ignore_eos": True}
-        return self.cluster.call(
-            "POST",
-            f"{self.path('services', name)}:{API_PORT}/proxy/v1/completions",
-            body,
-            headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
-            timeout_s=timeout_s,
-        )
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        return self._complete(f"{self.path('services', name)}:{port}", headers=headers, **options)
+
+    def complete_at(self, pod: str, port: int = API_PORT, **options: Any) -> Any:
+        """One completion by one API server of a pod."""
+        return self._complete(f"{self.path('pods', pod)}:{port}", **options)
+
+    def _complete(self, address: str, *, model: str = "example/tiny", **options: Any) -> Any:
+        body = {"model": model, "prompt": "Say something.", "max_tokens": 20, "ignore_eos": True}
+        return self.cluster.call("POST", f"{address}/proxy/v1/completions", body, **options)
 
     def complete_many(self, name: str, count: int) -> list[Any]:
         with ThreadPoolExecutor(16) as pool:
@@ -295,8 +297,11 @@ class Space:
 
     def served(self, name: str, group: int = 0) -> dict[int, int]:
         """Completions per rank, from the head's /metrics."""
-        pod = self.head(name, group)["metadata"]["name"]
-        page = self.cluster.raw("GET", f"{self.path('pods', pod)}:{API_PORT}/proxy/metrics").decode()
+        return self.served_at(self.head(name, group)["metadata"]["name"])
+
+    def served_at(self, pod: str, port: int = API_PORT) -> dict[int, int]:
+        """Completions per rank, from /metrics of one API server."""
+        page = self.cluster.raw("GET", f"{self.path('pods', pod)}:{port}/proxy/metrics").decode()
         found: dict[int, int] = {}
         for line in page.splitlines():
             if line.startswith("vllm:request_success_total{"):

@@ -14,7 +14,7 @@ from dp_engine.coordinator import Coordinator
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, HandshakeError, Init
 from dp_engine.modes import resolve
 from dp_engine.options import parse_options
-from dp_engine.versions import CHANGES, NEWEST, Wire, release_of, table, unknown_flags, wire_of
+from dp_engine.versions import CHANGES, NEWEST, VERSION_ENV, Wire, release_of, table, unknown_flags, wire_of
 from dp_engine.waves import Waves
 
 DATA = Path(__file__).parent / "data"
@@ -33,6 +33,12 @@ def test_changes_are_in_order_and_turn_knobs_that_exist():
 )
 def test_versions_are_read_as_people_and_wheels_write_them(version, release):
     assert release_of(version) == release
+
+
+def test_the_image_says_which_release_it_plays():
+    """Else the operator could only assume one, and would say so of its own examples."""
+    dockerfile = (Path(__file__).parents[3] / "engine_image" / "Dockerfile").read_text()
+    assert re.findall(rf"{VERSION_ENV}=(\S+)", dockerfile) == [NEWEST]
 
 
 def test_a_release_between_two_changes_speaks_like_the_one_before():
