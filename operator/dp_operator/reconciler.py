@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import secrets
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -44,6 +45,9 @@ LOG_TIMEOUT_S = 3.0
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
 FIRST_RESYNC_S = 10.0
+# What is forbidden for other reasons than the pods themselves: a quota counts what is there now, and some of that goes
+# first; the operator's own rights; a namespace that is going away.
+_OTHER_403 = re.compile(r"exceeded quota|status unknown for quota|cannot \w+ resource|is being terminated")
 SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
 
 
@@ -315,18 +319,35 @@ class Reconciler:
         self._monitors.follow(key, wanted)
 
     async def _check(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
-        """Ask the API server whether it takes the pods of a new revision. What is not about the pods is no refusal."""
-        verdict = ""
+        """Ask the API server whether it takes the pods of a new revision."""
+        verdict = await self._refusal(manifests)
+        self._verdicts[uid] = {revision: verdict}
+        if verdict:
+            self._start(self._ask_again(uid, revision, manifests), f"revision {revision} is refused")
+
+    async def _refusal(self, manifests: list[dict[str, Any]]) -> str:
+        """Why the API server refuses one of these; "" where it takes them all, or what it says is not about them."""
         for manifest in manifests:
             try:
                 await self._client.create(manifest, dry_run=True)
             except ApiError as error:
-                if error.status in (400, 422):
-                    verdict = f"the API server refuses the {manifest['kind']} of the new spec: {error.message}"[:1024]
-                    break
-                if error.status != 403:  # a quota counts what is there now, and some of that goes first
+                if error.status in (400, 422) or (error.status == 403 and not _OTHER_403.search(error.message)):
+                    return f"the API server refuses the {manifest['kind']} of the new spec: {error.message}"[:1024]
+                if error.status != 403:
                     raise
-        self._verdicts[uid] = {revision: verdict}
+        return ""
+
+    async def _ask_again(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
+        """Ask now and then about a refused revision: the policy that is in its way may be changed, or removed."""
+        while self._verdicts.get(uid, {}).get(revision):
+            await asyncio.sleep(STRANGER_RECHECK_S)
+            try:
+                verdict = await self._refusal(manifests)
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError):
+                continue
+            if self._verdicts.get(uid, {}).get(revision) not in (None, verdict):
+                self._verdicts[uid] = {revision: verdict}
+                self._later(uid, 0.0)
 
     async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
         """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""

@@ -282,3 +282,59 @@ async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_re
     made.close()
     assert [g.get("state") for g in server.status()["groups"]] in ([None], ["Starting"])
     assert "lastFailures" not in server.status()["groups"][0]
+
+
+FORBIDDEN = 'pods "web" is forbidden: violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false'
+QUOTA = 'pods "web" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2'
+
+
+async def changed(server: Server, made: Reconciler, refusal: ApiError) -> None:
+    """A group that exists, and a change of its spec of which the API server says something when asked beforehand."""
+    create = server.create
+
+    async def asked(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        if dry_run and ("dry run", "Pod") in server.refuse:
+            raise server.refuse["dry run", "Pod"]
+        return await create(manifest, dry_run=dry_run)
+
+    server.create = asked  # type: ignore[method-assign]
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    server.refuse["dry run", "Pod"] = refusal
+    show(made, server.resource(generation=2, engine={"image": "vllm/vllm-openai:v0.33.1"}))
+    await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "refused"),
+    [
+        (ApiError(422, "Invalid", "spec.containers[0].image: denied"), True),
+        (ApiError(403, "Forbidden", FORBIDDEN), True),
+        (ApiError(403, "Forbidden", QUOTA), False),
+    ],
+)
+async def test_nothing_is_deleted_for_pods_that_an_admission_policy_forbids(refusal: ApiError, refused: bool):
+    """A quota is another matter: it counts the pods that go first."""
+    server = Server()
+    made = operator(server)
+    task = asyncio.create_task(made.work())
+    await changed(server, made, refusal)
+    task.cancel()
+    made.close()
+    assert (server.condition("Progressing")["reason"] == "RevisionRefused") is refused
+    assert any(call.startswith("delete Pod") for call in server.calls) is not refused
+
+
+async def test_a_refused_revision_is_taken_up_once_the_policy_that_was_in_its_way_is_gone():
+    server = Server()
+    made = operator(server)
+    task = asyncio.create_task(made.work())
+    await changed(server, made, ApiError(422, "Invalid", "spec.containers[0].image: denied"))
+    statuses = server.calls.count("status")
+    await asyncio.sleep(100)
+    assert server.calls.count("status") == statuses, "asking again is no reason to write"
+    del server.refuse["dry run", "Pod"]
+    await asyncio.sleep(40)
+    task.cancel()
+    made.close()
+    assert any(call.startswith("delete Pod") for call in server.calls)
