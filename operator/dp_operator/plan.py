@@ -378,15 +378,20 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
     return replace(entry, waiting_for="" if objects.serves else unready(objects))
 
 
+def failure_event(entry: GroupStatus, failure: Failure) -> Event:
+    """What is posted about a failure."""
+    where = f" (rank {failure.rank})" if failure.rank is not None else ""
+    return Event(
+        "Warning", "GroupFailed", _short_note(f"group {entry.index}{where}: {failure.reason}: {failure.message}")
+    )
+
+
 def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Draft) -> GroupStatus:
     """Write a failure into the ledger; the objects go in the steps that follow that write."""
     policy = situation.cr.spec.failure_policy
     restarts = entry.restarts + (1 if failure.charged else 0)
     given_up = policy.max_restarts is not None and restarts > policy.max_restarts
-    where = f" (rank {failure.rank})" if failure.rank is not None else ""
-    draft.events.append(
-        Event("Warning", "GroupFailed", f"group {entry.index}{where}: {failure.reason}: {failure.message}")
-    )
+    draft.events.append(failure_event(entry, failure))
     return replace(
         entry,
         state="Stopping",

@@ -28,7 +28,7 @@ from dp_operator.failure import with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
 from dp_operator.observe import Picture, observe
-from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, plan
+from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, failure_event, plan
 from dp_operator.queue import Queue
 from dp_operator.render import Settings
 from dp_operator.status import installed_version, is_progress
@@ -358,7 +358,15 @@ class Reconciler:
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.info("%s/%s: no log of %s: %s", cr.metadata.namespace, cr.metadata.name, wanted.pod, error)
                 continue
-            decided = msgspec.structs.replace(decided, status=with_log(decided.status, wanted, text))
+            explained = with_log(decided.status, wanted, text)
+            # The event that tells of the failure tells the better reason, too.
+            better = {
+                failure_event(before, before.last_failures[0]): failure_event(after, after.last_failures[0])
+                for before, after in zip(decided.status.groups, explained.groups, strict=True)
+                if before != after
+            }
+            events = [better.get(event, event) for event in decided.events]
+            decided = msgspec.structs.replace(decided, status=explained, events=events)
         return decided
 
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:

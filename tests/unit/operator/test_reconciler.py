@@ -338,3 +338,32 @@ async def test_a_refused_revision_is_taken_up_once_the_policy_that_was_in_its_wa
     task.cancel()
     made.close()
     assert any(call.startswith("delete Pod") for call in server.calls)
+
+
+async def test_the_event_about_a_failure_gives_the_reason_that_was_found_in_the_log():
+    server = Server()
+    made = operator(server)
+    posted: list[dict[str, Any]] = []
+    create = server.create
+
+    async def noted(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        posted.extend([manifest] if manifest["kind"] == "Event" else [])
+        return await create(manifest, dry_run=dry_run)
+
+    async def log(*_: Any, **__: Any) -> str:
+        return "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+    server.create, server.log = noted, log  # type: ignore[method-assign]
+    show(made, server.resource())
+    task = asyncio.create_task(made.work())
+    await asyncio.sleep(5)
+    head = next(obj for (kind, _), obj in server.objects.items() if kind == "Pod")
+    ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z", "message": "x"}
+    head["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
+    made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(head)})
+    await asyncio.sleep(5)
+    task.cancel()
+    made.close()
+    assert server.status()["groups"][0]["lastFailures"][0]["reason"] == "GPUOutOfMemory"
+    (event,) = [event for event in posted if event["reason"] == "GroupFailed"]
+    assert event["note"].startswith("group 0 (rank 0): GPUOutOfMemory: ")
