@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct, structs
 
-from dp_engine import logs, processes
+from dp_engine import environment, logs, processes
 from dp_engine.client import EngineClient, EngineDeadError
 from dp_engine.data_sockets import DataSockets
 from dp_engine.endpoints import connect_stats
@@ -28,8 +28,6 @@ from dp_engine.options import Options
 from dp_engine.processes import Child, Stopper
 from dp_engine.versions import wire_of
 
-ENGINE_READY_TIMEOUT_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
-KEEP_ALIVE_ENV = "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"
 # How long /health says 503 before the server goes, so that a probe can see it.
 DEATH_NOTICE_S = 1.0
 
@@ -70,8 +68,7 @@ async def _run(server: ApiServer) -> int:
     client = _make_client(server)
     watcher = asyncio.create_task(_watch_engines(server.engines, client))
     dying = asyncio.create_task(client.died.wait())
-    from_env = wire_of(server.options.version).ready_timeout_from_env
-    timeout_s = float(os.environ.get(ENGINE_READY_TIMEOUT_ENV, "600")) if from_env else 600.0
+    timeout_s = environment.ready_timeout_s(os.environ, wire_of(server.options.version))
     connecting = asyncio.create_task(client.connect(timeout_s=timeout_s))
     await asyncio.wait({stopping, connecting, dying}, return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -136,10 +133,10 @@ async def _serve(
         for site in list(runner.sites):
             await site.stop()
         await _drain(client, timeout_s=options.shutdown_timeout_s)
-    elif os.environ.get(KEEP_ALIVE_ENV, "0") in {"", "0"}:
-        await asyncio.wait({stopping}, timeout=DEATH_NOTICE_S)
-    else:
+    elif environment.keeps_alive(os.environ):
         await stopping
+    else:
+        await asyncio.wait({stopping}, timeout=DEATH_NOTICE_S)
     await runner.cleanup()
     logs.info("Application shutdown complete.")
 

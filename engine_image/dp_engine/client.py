@@ -42,10 +42,11 @@ class Delta(Struct, frozen=True, kw_only=True):
 class _Pending:
     """A request that is under way."""
 
-    def __init__(self, engine: int) -> None:
-        self.engine = engine
+    def __init__(self, *, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.queue: asyncio.Queue[Delta | EngineDeadError] = asyncio.Queue()
         self.sent_s = time.monotonic()
+        self.tokens = 0
         self.last_s: float | None = None
 
 
@@ -141,6 +142,11 @@ class EngineClient:
         if address and self._stats is None and self._subscribe is not None:
             self._stats = zmq.asyncio.Socket.from_socket(self._subscribe(address))
 
+    def slept(self, level: int) -> None:
+        """All engines sleep at this level now, 0: they are awake."""
+        for rank in self._ranks:
+            self._metrics.sleep_level(rank, level)
+
     async def call(self, rank: int, method: str, *arguments: object) -> Any:
         """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDeadError."""
         call_id = next(self._call_ids)
@@ -167,7 +173,7 @@ class EngineClient:
             chosen = position
             self._balancer.sent(chosen)
         rank = self._ranks[chosen]
-        pending = _Pending(chosen)
+        pending = _Pending(prompt_tokens=len(prompt_token_ids))
         self._pending[request_id] = pending
         self._engine_of[request_id] = chosen
         payload = wire.encode_add(
@@ -201,6 +207,7 @@ class EngineClient:
 
     def _measure(self, rank: int, pending: _Pending, delta: Delta) -> None:
         now = time.monotonic()
+        pending.tokens += len(delta.token_ids)
         self._metrics.count(rank, "generation_tokens", len(delta.token_ids))
         if pending.last_s is None:
             self._metrics.observe(rank, "time_to_first_token", now - pending.sent_s)
@@ -209,6 +216,8 @@ class EngineClient:
         pending.last_s = now
         if delta.finish is not None:
             self._metrics.observe(rank, "e2e_request", now - pending.sent_s)
+            self._metrics.observe(rank, "prompt_size", pending.prompt_tokens)
+            self._metrics.observe(rank, "answer_size", pending.tokens)
             self._metrics.count(rank, wire.FINISH_NAMES.get(delta.finish, "error"))
 
     async def _read_outputs(self) -> None:

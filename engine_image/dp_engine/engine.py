@@ -14,12 +14,12 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from dp_engine import devices, faults, handshake, logs, wire
+from dp_engine import devices, environment, faults, handshake, logs, wire
 from dp_engine.endpoints import connect_socket
 from dp_engine.engine_core import EngineConfig, EngineCore
 from dp_engine.modes import Launch
 from dp_engine.options import Options
-from dp_engine.rendezvous import Group, GroupBrokenError, join
+from dp_engine.rendezvous import Group, GroupBrokenError, join, reach_oneself
 from dp_engine.versions import wire_of
 
 INIT_TIMEOUT_S = 300
@@ -128,13 +128,17 @@ def _say_hello(
 
 def _join_group(config: EngineConfig, parallel_config: dict[str, Any]) -> Group | None:
     """Bring up the lock-stepped group at the address that INIT names; None for a dense model. Raises GroupBrokenError."""
+    options = config.options
     if not config.launch.coordinated:
+        alone = options.tensor_parallel_size * options.pipeline_parallel_size == 1
+        if alone and wire_of(options.version).store_at_own_address:
+            reach_oneself(host=environment.own_ip(os.environ), timeout_s=options.cpu_distributed_timeout_s)
         return None
     host, port = parallel_config.get("data_parallel_master_ip"), parallel_config.get("data_parallel_master_port")
     if not isinstance(host, str) or not isinstance(port, int):
         raise GroupBrokenError("INIT holds no data_parallel_master_ip and port: is the head's model dense?")
     size = int(parallel_config.get("data_parallel_size") or config.launch.size)
-    group = join(rank=config.rank, size=size, host=host, port=port, timeout_s=config.options.cpu_distributed_timeout_s)
+    group = join(rank=config.rank, size=size, host=host, port=port, timeout_s=options.cpu_distributed_timeout_s)
     logs.info(f"Joined the data-parallel group of {size} at {host}:{port}")
     return group
 

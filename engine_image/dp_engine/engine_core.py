@@ -89,7 +89,6 @@ class EngineCore:
         self._told_counts: tuple[int, int] | None = None
         self._sleeping = False
         self._paused = False  # by an administrator; requests wait
-        self._requests_seen = 0
         self._drain_until_s: float | None = None
         # Made when service begins: until then SIGTERM ends the process at once, and faults count from READY.
         self._armed: Armed
@@ -349,7 +348,6 @@ class EngineCore:
             raise ValueError(f"unknown kind of request {kind!r}")
 
     def _add(self, request: wire.Request) -> None:
-        self._requests_seen += 1
         self._strike_on_request()
         if self._drain_until_s is not None:
             rejected: list[Any] = [request.request_id, [], None, None, None, int(wire.FinishReason.ABORT)]
@@ -365,15 +363,11 @@ class EngineCore:
             self._announce(self._waves.request_arrived(wave))
 
     def _strike_on_request(self) -> None:
-        options = self._config.options
-        for kind in ("crash-on-request", "fatal-on-request", "hang-on-request"):
-            fault = faults.find(options.faults, kind, self._rank)
-            if fault is None or self._requests_seen != fault.n:
-                continue
-            if kind == "crash-on-request":
+        for fault in self._armed.request_arrived():
+            if fault.kind == "crash-on-request":
                 faults.crash(fault)
             faults.struck(fault, f"request {fault.n}")
-            if kind == "fatal-on-request":
+            if fault.kind == "fatal-on-request":
                 raise RuntimeError("fault fatal-on-request")
             faults.sleep_for_ever()
 

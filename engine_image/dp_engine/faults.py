@@ -4,7 +4,7 @@
 duration, `n=` which request, `code=` the exit status, `mib=` an amount of memory. DP_ENGINE_FAULT holds the same,
 faults separated by spaces.
 
-What strikes a serving rank (`RUNTIME`) can also come later: `on=signal` waits for SIGUSR1, and with
+What strikes a serving rank (`RUNTIME`) can also be armed later: `on=signal` waits for SIGUSR1, and with
 --enable-fault-endpoint `POST /fault` sends one. Both are off unless asked for.
 """
 
@@ -45,9 +45,11 @@ KINDS: dict[str, str] = {
     "garbage-frame": "send bytes that are no message before HELLO",
 }
 
-RUNTIME = frozenset(
+TIMED = frozenset(
     {"crash-after-ready", "crash", "fatal", "hang", "stop-reading", "drop-coordinator", "grow-memory", "garbage-output"}
 )
+ON_REQUEST = frozenset({"crash-on-request", "fatal-on-request", "hang-on-request"})
+RUNTIME = TIMED | ON_REQUEST
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -122,7 +124,11 @@ class Armed:
         self._rank = rank
         mine = [fault for fault in faults if fault.kind in RUNTIME and fault.hits(rank)]
         self._on_signal = [fault for fault in mine if fault.on_signal]
-        self._timed = [(now + fault.seconds, fault) for fault in mine if not fault.on_signal]
+        self._timed: list[tuple[float, Fault]] = []
+        self._on_request: list[tuple[int, Fault]] = []  # how many more requests until it strikes
+        for fault in mine:
+            if not fault.on_signal:
+                self.add(fault, now=now)
 
     @property
     def waits_for_signal(self) -> bool:
@@ -135,14 +141,24 @@ class Armed:
 
     def add(self, fault: Fault, *, now: float) -> None:
         """Arm one more, unless it is for other ranks."""
-        if fault.hits(self._rank):
+        if not fault.hits(self._rank):
+            return
+        if fault.kind in ON_REQUEST:
+            self._on_request.append((fault.n, fault))
+        else:
             self._timed.append((now + fault.seconds, fault))
 
     def signalled(self, now: float) -> None:
-        """SIGUSR1 came: what waited for it is due `seconds` from now."""
+        """SIGUSR1 came: what waited for it counts its seconds or requests from now."""
         for fault in self._on_signal:
             self.add(fault, now=now)
         self._on_signal = []
+
+    def request_arrived(self) -> list[Fault]:
+        """Faults that strike with this request: the n-th since they were armed."""
+        counted = [(left - 1, fault) for left, fault in self._on_request]
+        self._on_request = [(left, fault) for left, fault in counted if left > 0]
+        return [fault for left, fault in counted if left <= 0]
 
     def due(self, now: float) -> list[Fault]:
         """Faults that strike now; memory grows again a second later."""

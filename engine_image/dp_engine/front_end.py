@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -27,11 +28,13 @@ def run_handshake(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     children: list[Child],
+    front_ends: Sequence[Child] = (),
     stopper: Stopper,
     fault_list: tuple[Fault, ...],
 ) -> bool:
     """Serve the handshake until every rank is READY; no time limit, as in vLLM. False when told to stop.
 
+    `children` are ranks and coordinator, `front_ends` API servers: the end of one of them is told apart.
     Raises StartError for whatever ends vLLM's start: a bad frame, a dead child, an address that is not ours.
     """
     faults.sleep_if(fault_list, "late-bind", 0)
@@ -48,7 +51,8 @@ def run_handshake(
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(stopper.fd, zmq.POLLIN)
-        for child in children:
+        watched = [*children, *front_ends]
+        for child in watched:
             poller.register(child.pidfd, zmq.POLLIN)
         told_s = time.monotonic()
         while not machine.done:
@@ -56,8 +60,8 @@ def run_handshake(
             if stopper.requested:
                 return False
             # A dead child counts even when a HELLO waits.
-            if any(child.pidfd in events for child in children) and (dead := finished(children)):
-                raise StartError(f"Engine core initialization failed. Failed core proc(s): {dead}")
+            if any(child.pidfd in events for child in watched):
+                _check_children(finished(children), finished(front_ends))
             if router in events:
                 _answer_waiting(machine, router)
             if time.monotonic() - told_s >= POLL_S and not machine.done:
@@ -65,6 +69,17 @@ def run_handshake(
                 logs.info(f"Waiting for {machine.waiting_for()}")
     logs.info("All engines are READY; the handshake port is closed")
     return True
+
+
+def _check_children(dead: dict[str, int], gone: dict[str, int]) -> None:
+    """Names and exit codes of ranks (or the coordinator) and of front ends that have ended. Raises StartError."""
+    front_ends = f"front end process(es) ended: {gone}" if gone else ""
+    if dead:
+        raise StartError(
+            f"Engine core initialization failed. Failed core proc(s): {dead}" + (front_ends and f", {front_ends}")
+        )
+    if gone:
+        raise StartError(f"Start failed while engines were initializing: {front_ends}")
 
 
 def _answer_waiting(machine: FrontEndHandshake, router: zmq.Socket[bytes]) -> None:

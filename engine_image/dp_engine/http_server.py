@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from dp_engine import logs
+from dp_engine import dev_api, logs
 from dp_engine import openai_schema as schema
 from dp_engine.client import EngineClient, EngineDeadError
 from dp_engine.faults import RUNTIME, parse_fault
@@ -86,6 +86,7 @@ class Server:
         app.router.add_post("/is_scaling_elastic_ep", self._is_scaling)
         if self._options.fault_endpoint:
             app.router.add_post("/fault", self._inject_fault)
+        dev_api.add_routes(app, self._client, self._options)
         return app
 
     @web.middleware
@@ -94,7 +95,7 @@ class Server:
         try:
             key = self._options.api_key
             if key and request.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
-                return web.json_response({"error": "Unauthorized"}, status=401)
+                return _error("Unauthorized", code=401)
             if self.draining and request.method == "POST":
                 return _error("Server shutting down", code=503)
             response = await handler(request)
@@ -104,6 +105,11 @@ class Server:
             return _error(f"EngineCore encountered an issue: {failure}", code=500)
         except web.HTTPException as failure:
             return _error(failure.reason or str(failure.status), code=failure.status)
+        except ConnectionError:
+            raise  # the client has gone: nobody to answer
+        except Exception as failure:
+            # A rank's word that it cannot do what was called, or a mistake of ours.
+            return _error(f"{type(failure).__name__}: {failure}", code=500)
         return response
 
     async def _health(self, _request: web.Request) -> web.Response:

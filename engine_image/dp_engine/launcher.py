@@ -17,13 +17,13 @@ import os
 import resource
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 from msgspec import Struct
 
-from dp_engine import devices, logs, processes
+from dp_engine import devices, environment, logs, processes
 from dp_engine.coordinator_process import CoordinatorEndpoints, run_coordinator
 from dp_engine.data_sockets import DataEndpoints, DataSockets, bind_data_sockets
 from dp_engine.endpoints import ipc_endpoint, tcp_endpoint
@@ -38,7 +38,6 @@ from dp_engine.processes import Child, Stopper
 from dp_engine.versions import Wire, wire_of
 
 REPORT_TIMEOUT_S = 120
-PORT_ENV = "VLLM_PORT"
 
 
 def serve(options: Options, *, first_local_rank: int = 0) -> int:
@@ -46,7 +45,7 @@ def serve(options: Options, *, first_local_rank: int = 0) -> int:
 
     `first_local_rank`: where this server's devices begin, when a supervisor started several on one node.
     """
-    _check_port_variable()
+    environment.check(os.environ)
     launch = resolve(options, moe=is_moe(options), env=os.environ)
     _raise_file_limit()
     logs.info(f"vLLM stand-in engine version {options.version}, model {options.model}")
@@ -64,11 +63,8 @@ def serve(options: Options, *, first_local_rank: int = 0) -> int:
     return _serve_node(options, launch, first_local_rank)
 
 
-def _check_port_variable() -> None:
-    """A Kubernetes Service called vllm injects VLLM_PORT=tcp://..., which vLLM takes for its own. Raises ValueError."""
-    value = os.environ.get(PORT_ENV, "")
-    if value and not value.isdecimal():
-        raise ValueError(f"{PORT_ENV} {value!r} appears to be a URI: set enableServiceLinks to false, or unset it")
+def _stop_grace_s(options: Options) -> float:
+    return environment.stop_grace_s(os.environ, wire_of(options.version))
 
 
 def _raise_file_limit() -> None:
@@ -146,7 +142,7 @@ def _serve_headless(options: Options, launch: Launch) -> int:
         else:
             logs.error(f"Engine core proc(s) ended: {processes.finished(engines)}; stopping the others")
     finally:
-        processes.stop(engines, grace_s=options.shutdown_timeout_s + 5)
+        processes.stop(engines, grace_s=options.shutdown_timeout_s + _stop_grace_s(options))
     return 0
 
 
@@ -189,17 +185,17 @@ def _fork_with_report(
 
 def group_ports() -> list[int]:
     """Free ports for the group's store, as the head picks them: one to use and four spare; VLLM_PORT is their base."""
-    base = int(os.environ.get(PORT_ENV) or 0)
+    base, reserved = environment.base_port(os.environ), environment.reserved_ports(os.environ)
     wanted = itertools.count(base) if base else itertools.repeat(0)
-    sockets: list[socket.socket] = []
-    while len(sockets) < 5:
-        probe = socket.socket()
-        with contextlib.suppress(OSError):
-            probe.bind(("", next(wanted)))
-            sockets.append(probe)
-    ports = [probe.getsockname()[1] for probe in sockets]
-    for probe in sockets:
-        probe.close()
+    ports: list[int] = []
+    with contextlib.ExitStack() as taken:
+        while len(ports) < 5:
+            probe = taken.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", next(wanted)))
+                port = probe.getsockname()[1]
+                if port not in reserved:
+                    ports.append(port)
     return ports
 
 
@@ -222,11 +218,11 @@ def _serve_node(options: Options, launch: Launch, first_local_rank: int) -> int:
         listener = _bind_listener(options)
         node = start_node(options, launch, children, listener=listener, first_local_rank=first_local_rank)
         return _serve_alone(node) if launch.api_servers == 1 else _serve_with_many(node)
-    except StartError as failure:
+    except (StartError, zmq.ZMQError) as failure:
         logs.error(str(failure))
         return 1
     finally:
-        processes.stop(children, grace_s=5)
+        processes.stop(children, grace_s=_stop_grace_s(options))
 
 
 def start_node(
@@ -239,12 +235,12 @@ def start_node(
 ) -> Node:
     """Start coordinator and ranks. `children` collects them, so that the caller can stop them. Raises StartError."""
     ranks = launch.managed_ranks
-    metrics = SharedMetrics(clients=launch.api_servers, engines=len(ranks), first_rank=ranks.start)
+    family = wire_of(options.version)
+    metrics = SharedMetrics(clients=launch.api_servers, engines=len(ranks), first_rank=ranks.start, family=family)
     # A rank that kept the API port would keep it open after the front end has closed it.
     close = [] if listener is None else [listener.fileno()]
     coordinator_report = None
     if launch.runs_coordinator:
-        family = wire_of(options.version)
         child, coordinator_report = _fork_with_report(
             "DPCoordinator",
             lambda fd: run_coordinator(launch, family, fd),
@@ -330,7 +326,7 @@ def _serve_with_many(node: Node) -> int:
         node.listener.close()  # the port closes when the last API server has gone
     stopper = Stopper()
     endpoints = [msgspec.json.decode(report(), type=DataEndpoints) for report in reports]
-    machine = shake_hands(node, endpoints, zmq.Context(), stopper)
+    machine = shake_hands(node, endpoints, zmq.Context(), stopper, front_ends=front_ends)
     if machine is None:
         return 0
     for write_fd in tell_stats:
@@ -340,7 +336,7 @@ def _serve_with_many(node: Node) -> int:
     if not stopper.requested:
         raise StartError(f"Process(es) ended unexpectedly: {processes.finished(node.children)}")
     # Front ends drain first; only then may engines and coordinator go.
-    processes.stop(front_ends, grace_s=node.options.shutdown_timeout_s + 5)
+    processes.stop(front_ends, grace_s=node.options.shutdown_timeout_s + _stop_grace_s(node.options))
     return 0
 
 
@@ -353,9 +349,17 @@ def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> Dat
 
 
 def shake_hands(
-    node: Node, endpoints: list[DataEndpoints], context: zmq.Context[zmq.Socket[bytes]], stopper: Stopper
+    node: Node,
+    endpoints: list[DataEndpoints],
+    context: zmq.Context[zmq.Socket[bytes]],
+    stopper: Stopper,
+    *,
+    front_ends: Sequence[Child] = (),
 ) -> FrontEndHandshake | None:
-    """The handshake with everyone whom this node answers; None when told to stop first. Raises StartError."""
+    """The handshake with everyone whom this node answers; None when told to stop first. Raises StartError.
+
+    `front_ends` are the API servers among the node's children.
+    """
     launch, wire = node.launch, wire_of(node.options.version)
     everyone = launch.leads and launch.load_balancing != "offline"
     machine = FrontEndHandshake(
@@ -372,7 +376,8 @@ def shake_hands(
         machine,
         context=context,
         address=node.handshake_address,
-        children=node.children,
+        children=[child for child in node.children if child not in front_ends],
+        front_ends=front_ends if wire.front_ends_watched else (),
         stopper=stopper,
         fault_list=node.options.faults,
     )

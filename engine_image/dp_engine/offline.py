@@ -116,7 +116,7 @@ def run_rank(work: Work) -> int:
     else:
         return 0
     finally:
-        processes.stop(children, grace_s=5)
+        processes.stop(children)
 
 
 async def _answer_all(work: Work, launch: Launch, client: EngineClient, engines: list[Child]) -> list[Result]:

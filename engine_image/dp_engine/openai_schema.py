@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -235,10 +236,10 @@ def usage(*, prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-_ERROR_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
+_ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 
 
 def error_body(message: str, *, code: int, param: str | None = None) -> dict[str, Any]:
     """Error body as vLLM sends it and the OpenAI clients read it."""
-    kind = _ERROR_TYPES.get(code, "InternalServerError")
+    kind = _ERROR_TYPES.get(code) or HTTPStatus(code).phrase
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -93,6 +93,30 @@ def join(*, rank: int, size: int, host: str, port: int, timeout_s: float) -> Gro
     return _lead(size, host, port, deadline) if rank == 0 else _follow(rank, host, port, deadline)
 
 
+def reach_oneself(*, host: str, timeout_s: float) -> None:
+    """Open a store on every address of this machine and reach it at `host`, as a rank without a group does.
+
+    Raises GroupBrokenError when `host` is somebody else's address.
+    """
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(_family(host), socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic())).close()
+            except OSError as failure:
+                if time.monotonic() + _RETRY_S >= deadline:
+                    raise GroupBrokenError(
+                        f"DistNetworkError: this rank's own store was not reached at {host}:{port}: {failure}. "
+                        "VLLM_HOST_IP must be an address of this machine"
+                    ) from failure
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 

@@ -30,7 +30,10 @@ class Wire(Struct, frozen=True, kw_only=True):
     coord_store: bool = False  # INIT names a store from which MoE ranks learn the group's port
     elastic_ready_keys: bool = False  # READY of an elastic group carries what a new rank has to know
     own_init_has_group: bool = True  # the second INIT of a double handshake repeats the group's parallel_config
+    front_ends_watched: bool = False  # a front end that ends during the handshake ends the start at once
     ready_timeout_from_env: bool = False  # VLLM_ENGINE_READY_TIMEOUT_S instead of 600 s
+    stop_grace_from_env: bool = False  # VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS instead of 5 s
+    store_at_own_address: bool = True  # a rank of its own opens a store, which it must reach at VLLM_HOST_IP
     # Coordinator and waves (§3)
     late_subscribers: bool = False  # the coordinator greets an engine that subscribes after the start
     counts_width: Literal[2, 3] = 2  # [waiting, running] or [waiting, running, kv usage] per rank
@@ -50,6 +53,8 @@ class Wire(Struct, frozen=True, kw_only=True):
     repetition_reason: bool = False  # finish reason `repetition` exists
     balance_by_in_flight: bool = False  # own requests are a floor, and a full cache weighs
     rotating_start: bool = False  # ties are broken in turns; before, an idle group always uses the same rank
+    # HTTP (§8)
+    metric_names: Literal["0.11", "0.17", "0.32"] = "0.11"  # as checked at these releases
     # Command line (§1)
     rank_header: bool = False  # X-data-parallel-rank
     api_servers_derived: bool = False  # an unset --api-server-count means one per engine that is managed
@@ -116,8 +121,9 @@ CHANGES: tuple[Change, ...] = (
     Change(
         since=(0, 17, 0),
         text="requests without eos_token_id (17 slots); finish reason repetition; the coordinator greets late "
-        "subscribers; elastic EP flag",
+        "subscribers; elastic EP flag; metrics without gpu_ names, with engine_sleep_state and prompt_tokens_by_source",
         knobs={
+            "metric_names": "0.17",
             "add_layout": "0.17",
             "repetition_reason": True,
             "late_subscribers": True,
@@ -150,8 +156,8 @@ CHANGES: tuple[Change, ...] = (
     Change(
         since=(0, 24, 0),
         text="--device-ids; a list of devices per rank instead of a variable; device ids need not be numbers; first "
-        "frame: world_size, data_parallel_size",
-        knobs={"devices": "list", "device_ids_are_numbers": False, "first_frame_keys": 10},
+        "frame: world_size, data_parallel_size; VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS",
+        knobs={"stop_grace_from_env": True, "devices": "list", "device_ids_are_numbers": False, "first_frame_keys": 10},
         flags=("device-ids",),
     ),
     Change(since=(0, 25, 0), text="balancing: ties are broken in turns", knobs={"rotating_start": True}),
@@ -187,8 +193,16 @@ CHANGES: tuple[Change, ...] = (
     Change(
         since=(0, 32, 0),
         text="INIT: _coord_store_port, from which MoE ranks learn the group's port; outputs: weight_version; node ranks that name "
-        "no external rank are refused",
-        knobs={"coord_store": True, "weight_version_slot": True, "node_rank_must_name_a_rank": True},
+        "no external rank are refused; a front end that ends during the start ends the start; dense ranks need no store; "
+        "metrics: num_requests_waiting_by_reason",
+        knobs={
+            "coord_store": True,
+            "weight_version_slot": True,
+            "node_rank_must_name_a_rank": True,
+            "front_ends_watched": True,
+            "store_at_own_address": False,
+            "metric_names": "0.32",
+        },
     ),
     Change(
         since=(0, 33, 0),

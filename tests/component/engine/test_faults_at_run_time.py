@@ -1,5 +1,6 @@
 """Faults that strike a serving rank: after a while, by signal, or by the endpoint that is off unless asked for."""
 
+import contextlib
 import json
 import os
 import signal
@@ -53,13 +54,61 @@ def test_a_signal_strikes_the_rank_that_waits_for_it(bed):
     assert "ENGINE_CORE_DEAD" in head.log() or "engine core processes ended" in head.log()
 
 
-def test_a_rank_that_stops_reading_finishes_what_it_has(bed):
+# What the log of a rank's node says once the fault has struck, and whether the rank is gone then.
+STRIKES = [
+    ("crash-after-ready", True),
+    ("crash:code=9", True),
+    ("fatal", True),
+    ("hang", False),
+    ("stop-reading", False),
+    ("drop-coordinator", False),
+    ("grow-memory:mib=1", False),
+    ("garbage-output", False),
+    ("crash-on-request:n=2", True),
+    ("fatal-on-request:n=2", True),
+    ("hang-on-request:n=2", False),
+]
+
+
+def ask(bed, headers):
+    """One request, to which perhaps nobody answers any more."""
+    with contextlib.suppress(OSError):
+        bed.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, headers, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("how", ["signal", "endpoint"])
+@pytest.mark.parametrize(("text", "gone"), STRIKES)
+def test_every_fault_of_a_serving_rank_can_be_armed_while_it_serves(bed, wait, text, gone, how):
+    kind, _, keys = text.partition(":")
+    waits = f"{kind}:ranks=1,on=signal" + (keys and f",{keys}")
+    _, worker = group(bed, *(("--fault", waits) if how == "signal" else ()))
+    rank_1 = {"X-data-parallel-rank": "1"}
+    bed.complete(headers=rank_1)
+    pid = worker.child("EngineCore_DP1")
+    if how == "signal":
+        os.kill(pid, signal.SIGUSR1)
+    else:
+        inject(bed, f"{kind}:ranks=1" + (keys and f",{keys}"))
+    if kind.endswith("-on-request"):
+        if how == "endpoint":  # after a signal nobody says when the rank has taken notice
+            bed.complete(headers=rank_1)
+            assert "strikes" not in worker.log()
+        wait(lambda: ask(bed, rank_1) or "strikes" in worker.log(), within_s=10, last=bed.logs)
+    worker.wait_for(f"FAULT {kind} strikes")
+    if gone:
+        assert worker.exit_code() == 0
+        assert f"'EngineCore_DP1': {9 if 'code=9' in text else 1}" in worker.log()
+    else:
+        assert pid in bed.alive()
+
+
+def test_a_rank_that_stops_reading_finishes_what_it_has(bed, wait):
     group(bed)
     answers = []
     header = {"X-data-parallel-rank": "1"}
     thread = threading.Thread(target=lambda: answers.append(bed.complete(max_tokens=60, headers=header)))
     thread.start()
-    time.sleep(0.2)
+    wait(lambda: bed.metric("vllm:num_requests_running", rank=1) == 1, within_s=10, last=bed.logs)
     inject(bed, "stop-reading:ranks=1")
     thread.join()
     assert answers[0]["usage"]["completion_tokens"] == 60
@@ -126,23 +175,6 @@ def test_a_draining_moe_group_loses_no_token(bed, wait):
         thread.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [80, 80]
     assert head.exit_code() == 0
-
-
-def test_log_probabilities_come_with_completions_and_chats(bed):
-    bed.head(size=1, local=1)
-    bed.wait_ready()
-    found = bed.complete(logprobs=2, max_tokens=4)["choices"][0]
-    assert "".join(found["logprobs"]["tokens"]) == found["text"]
-    assert [len(top) for top in found["logprobs"]["top_logprobs"]] == [2] * 4
-    assert found["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
-    status, text, _ = bed.request("POST", "/v1/chat/completions", chat)
-    assert status == 200, text
-    content = json.loads(text)["choices"][0]["logprobs"]["content"]
-    assert [len(item["top_logprobs"]) for item in content] == [1, 1, 1]
-    assert bed.complete()["choices"][0]["logprobs"] is None
-    status, text, _ = bed.request("POST", "/v1/completions", {"prompt": "x", "logprobs": 21})
-    assert status == 400
 
 
 def test_a_long_prompt_delays_its_first_token(bed):

@@ -78,9 +78,71 @@ def test_mistakes_are_answered_in_openais_shape(client, bed):
         client.completions.create(model="test-model", prompt="x" * 600)
     with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
         client.completions.create(model="test-model", prompt="x", max_tokens=0)
-    status, text, _ = bed.request("POST", "/v1/completions", {"model": "test-model"})
-    assert (status, json.loads(text)["error"]["type"]) == (400, "BadRequestError")
-    assert bed.request("GET", "/v1/nothing")[0] == 404
+    with pytest.raises(openai.BadRequestError, match="n must be between 1 and 128"):
+        client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}], n=0)
+
+
+MISTAKES = [
+    ("POST", "/v1/completions", {"model": "test-model"}, 400, "BadRequestError"),
+    ("POST", "/v1/completions", ["no", "object"], 400, "BadRequestError"),
+    ("POST", "/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "BadRequestError"),
+    ("POST", "/v1/chat/completions", {"messages": []}, 400, "BadRequestError"),
+    ("POST", "/v1/chat/completions", {"model": "other", "messages": [{"role": "user"}]}, 404, "NotFoundError"),
+    ("GET", "/v1/nothing", None, 404, "NotFoundError"),
+    ("GET", "/v1/completions", None, 405, "Method Not Allowed"),
+    ("POST", "/v1/completions", "x" * (65 * 2**20), 413, "Request Entity Too Large"),
+]
+
+
+def test_every_error_has_openais_shape(client, bed):
+    for method, path, body, code, kind in MISTAKES:
+        status, text, headers = bed.request(method, path, body)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["type"]) == (code, code, kind)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert headers["Content-Type"].startswith("application/json")
+
+
+def test_a_dead_rank_is_an_error_in_openais_shape_too(bed):
+    bed.head("--fault", "fatal-on-request", size=1, local=1, env={"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
+    bed.wait_ready()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{bed.port}/v1", api_key="none", max_retries=0)
+    for _ in range(2):  # the request that meets the death, and one that comes later
+        with pytest.raises(openai.InternalServerError, match="EngineCore encountered an issue") as caught:
+            client.completions.create(model="test-model", prompt="x")
+        assert caught.value.type == "InternalServerError"
+
+
+def test_the_openai_package_reads_log_probabilities_of_completions(client):
+    asked = {"model": "test-model", "prompt": "hello", "max_tokens": 4, "logprobs": 2}
+    done = client.completions.create(**asked).choices[0]
+    found = done.logprobs
+    assert "".join(found.tokens) == done.text
+    assert found.text_offset == [0, 1, 2, 3]
+    for token, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert (len(top), top[token]) == (2, value)
+        assert all(other <= value <= 0 for other in top.values())
+    chunks = list(client.completions.create(**asked, stream=True))
+    assert [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens] == found.tokens
+    assert [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset] == found.text_offset
+    assert client.completions.create(model="test-model", prompt="hello").choices[0].logprobs is None
+
+
+def test_the_openai_package_reads_log_probabilities_of_chats(client):
+    asked = {"model": "test-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "logprobs": True}
+    done = client.chat.completions.create(**asked, top_logprobs=3).choices[0]
+    content = done.logprobs.content
+    assert "".join(item.token for item in content) == done.message.content
+    assert bytes(byte for item in content for byte in item.bytes).decode() == done.message.content
+    for item in content:
+        best, *others = item.top_logprobs
+        assert (best.token, best.logprob, len(others)) == (item.token, item.logprob, 2)
+    chunks = list(client.chat.completions.create(**asked, top_logprobs=3, stream=True))
+    streamed = [item for chunk in chunks for item in chunk.choices[0].logprobs.content]
+    assert streamed == content
+    without_top = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert [item.top_logprobs for item in without_top] == [[], [], []]
 
 
 def test_service_endpoints_answer_as_vllms(client, bed):
@@ -110,5 +172,7 @@ async def test_concurrent_requests_spread_evenly_over_the_ranks(client, bed):
 def test_an_api_key_is_demanded_when_set(bed):
     bed.head("--api-key", "secret", size=1, local=1)
     bed.wait_ready()
-    assert bed.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{bed.port}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="Unauthorized"):
+        client.completions.create(model="test-model", prompt="x")
     assert bed.complete(headers={"Authorization": "Bearer secret"})

@@ -21,6 +21,7 @@ from dp_engine.openai_schema import (
     sampling_of,
 )
 from dp_engine.rendezvous import GroupBrokenError, join
+from dp_engine.versions import wire_of
 
 
 def page(metrics, name="m"):
@@ -219,3 +220,48 @@ def test_a_group_that_does_not_come_together_names_who_is_missing():
         join(rank=0, size=3, host="127.0.0.1", port=port, timeout_s=0.2)
     with pytest.raises(GroupBrokenError, match="rank 0 was not reached"):
         join(rank=1, size=3, host="127.0.0.1", port=port, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("version", "there", "not_there"),
+    [
+        ("0.11", ["gpu_cache_usage_perc", "time_per_output_token_seconds_count"], ["engine_sleep_state"]),
+        ("0.17", ["engine_sleep_state", "prompt_tokens_by_source_total"], ["gpu_cache_usage_perc"]),
+        ("0.31", ["engine_sleep_state"], ["num_requests_waiting_by_reason"]),
+        ("0.32", ["num_requests_waiting_by_reason"], ["gpu_prefix_cache_hits_total"]),
+    ],
+)
+def test_metrics_have_the_names_of_their_release(version, there, not_there):
+    names = {name for name, _ in page(SharedMetrics(clients=1, engines=1, family=wire_of(version)))}
+    always = {"num_requests_running", "kv_cache_usage_perc", "e2e_request_latency_seconds_sum", "request_success_total"}
+    assert {f"vllm:{name}" for name in [*always, *there]} <= names
+    assert not {f"vllm:{name}" for name in not_there} & names
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.12", 3), ("0.13", 4), ("0.17", 5)])
+def test_requests_end_for_the_reasons_of_their_release(version, count):
+    samples = page(SharedMetrics(clients=1, engines=1, family=wire_of(version)))
+    assert sum(name == "vllm:request_success_total" for name, _ in samples) == count
+
+
+def test_waiting_requests_prompts_and_sleep_are_split_by_label():
+    metrics = SharedMetrics(clients=2, engines=1)
+    metrics.writer(0).gauges(0, running=1, waiting=7, kv_usage=0)
+    metrics.writer(1).count(0, "prompt_tokens", 5)
+    samples = page(metrics)
+    waiting = "vllm:num_requests_waiting_by_reason"
+    assert [value(samples, waiting, 0, reason=reason) for reason in ("capacity", "deferred")] == [7, 0]
+    assert value(samples, "vllm:prompt_tokens_by_source_total", 0, source="local_compute") == 5
+    states = ("awake", "weights_offloaded", "discard_all")
+    assert [value(samples, "vllm:engine_sleep_state", 0, sleep_state=state) for state in states] == [1, 0, 0]
+    metrics.writer(1).sleep_level(0, 2)
+    samples = page(metrics)
+    assert [value(samples, "vllm:engine_sleep_state", 0, sleep_state=state) for state in states] == [0, 0, 1]
+
+
+def test_the_sizes_of_prompts_and_answers_are_counted_in_tokens():
+    metrics = SharedMetrics(clients=1, engines=1)
+    metrics.writer(0).observe(0, "prompt_size", 7)
+    samples = page(metrics)
+    found = [value(samples, "vllm:request_prompt_tokens_bucket", 0, le=bound) for bound in ("5.0", "10.0", "+Inf")]
+    assert found == [0, 1, 1]
