@@ -81,7 +81,9 @@ VISIBLE_DEVICES_ENV_NAMES = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "HABANA_VISIBLE_DEVICES",
 )
-_TWINS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+TWINS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_NO_EPLB = ("ZE_AFFINITY_MASK", "TPU_VISIBLE_CHIPS", "CPU_VISIBLE_MEMORY_NODES")
+_CPU_THREADS_ENV_NAME = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 class Rule(Struct, frozen=True, kw_only=True):
@@ -180,13 +182,17 @@ _IS_SUPERVISED = "self.dataParallel.loadBalancing == 'External' && self.dataPara
 _SUPERVISED = f"{_EXTERNAL}self.dataParallel.sizeLocal < 2 || "
 
 
+def _spellings(flag: str) -> list[str]:
+    return [flag, "--" + flag[2:].replace("-", "_")]
+
+
 def _switch(spec: Spec, flag: str) -> bool:
     """Whether args have a switch of vLLM, in one of its two spellings."""
-    return any(arg.replace("_", "-") == flag for arg in spec.engine.args)
+    return any(arg in _spellings(flag) for arg in spec.engine.args)
 
 
 def _has_switch(flag: str) -> str:
-    return f"self.engine.args.exists(a, a in {_strings([flag, '--' + flag[2:].replace('-', '_')])})"
+    return f"self.engine.args.exists(a, a in {_strings(_spellings(flag))})"
 
 
 def _switch_rules() -> list[Rule]:
@@ -202,6 +208,27 @@ def _switch_rules() -> list[Rule]:
             (
                 "expert load balancing moves experts between ranks, which own whole experts only with expert "
                 "parallelism: write enableExpertParallel: true"
+            ),
+        ),
+        (
+            "--enable-eplb",
+            f"self.devices.assignment == 'None' || !(self.devices.visibleDevicesEnvName in {_strings(_NO_EPLB)})",
+            lambda spec: spec.devices.assignment != "None" and spec.devices.visible_devices_env_name in _NO_EPLB,
+            "vLLM has expert load balancing on CUDA and ROCm only: leave the flag out",
+        ),
+        (
+            "--enable-elastic-ep",
+            _has_switch("--enable-eplb"),
+            lambda spec: not _switch(spec, "--enable-eplb"),
+            "elastic expert parallelism is done by expert load balancing: write --enable-eplb too",
+        ),
+        (
+            "--enable-elastic-ep",
+            f"{_EXTERNAL}{_not_older_than(33)}",
+            lambda spec: spec.data_parallel.load_balancing == "External" and _older_than(spec.engine.version, 33),
+            (
+                "elastic expert parallelism with External load balancing needs vLLM 0.33 or newer: leave the flag out, or "
+                "write a newer engine.image and engine.version"
             ),
         ),
         (
@@ -242,6 +269,79 @@ def _switch_rules() -> list[Rule]:
             message=f"{flag}: {message}",
         )
         for flag, cel, broken, message in rows
+    ]
+
+
+def literal(spec: Spec, name: str) -> str | None:
+    """Value of a variable of the engine's that the spec gives literally."""
+    return next((entry.value for entry in spec.engine.env if entry.name == name), None)
+
+
+def _too_short(value: str | None, separator: str, spec: Spec) -> bool:
+    """Whether a list that vLLM slices by local rank has too few items; words such as `all` are no lists."""
+    if not value or value[0] not in "0123456789":
+        return False
+    return value.count(separator) + 1 < _devices_per_pod(spec)
+
+
+def _sliced_list_rules() -> list[Rule]:
+    """Lists in env that vLLM slices by local rank (protocol notes §6), where nobody but the user decides about them."""
+    width = "self.dataParallel.sizeLocal * self.tensorParallelSize * self.pipelineParallelSize"
+
+    def long_enough(name: str, separator: str) -> str:
+        return (
+            f"self.engine.env.all(e, e.name != {name} || !has(e.value) || !e.value.matches('^[0-9]') || "
+            f"size(e.value.split('{separator}')) >= {width})"
+        )
+
+    return [
+        Rule(
+            field=".engine.env",
+            cel=f"self.devices.assignment != 'None' || {long_enough('self.devices.visibleDevicesEnvName', ',')}",
+            broken=lambda spec: (
+                spec.devices.assignment == "None"
+                and _too_short(literal(spec, spec.devices.visible_devices_env_name), ",", spec)
+            ),
+            message=(
+                "every local rank takes tensorParallelSize x pipelineParallelSize devices of the visible-devices variable, "
+                "and there are too few for sizeLocal ranks: write more, or devices.assignment: Slots"
+            ),
+        ),
+        Rule(
+            field=".engine.env",
+            cel=long_enough(f"'{_CPU_THREADS_ENV_NAME}'", "|"),
+            broken=lambda spec: _too_short(literal(spec, _CPU_THREADS_ENV_NAME), "|", spec),
+            message=(
+                f"every worker of a pod takes one list of cores of {_CPU_THREADS_ENV_NAME}, and there are too few: write "
+                "sizeLocal x tensorParallelSize x pipelineParallelSize lists, with a bar between them"
+            ),
+        ),
+        Rule(
+            field=".engine.env",
+            cel=(
+                f"({_not_older_than(12)}) || "
+                f"self.engine.env.all(e, e.name != '{_CPU_THREADS_ENV_NAME}' || !has(e.value) || e.value != 'nobind')"
+            ),
+            broken=lambda spec: (
+                _older_than(spec.engine.version, 12) and literal(spec, _CPU_THREADS_ENV_NAME) == "nobind"
+            ),
+            message=f"vLLM 0.11 has no {_CPU_THREADS_ENV_NAME}=nobind and ends: write all",
+        ),
+        Rule(
+            field=".engine.args",
+            cel=(
+                "self.devices.assignment == 'None' || "
+                "self.engine.args.all(a, !a.startsWith('--device-i') && !a.startsWith('--device_i'))"
+            ),
+            broken=lambda spec: (
+                spec.devices.assignment != "None"
+                and any(arg.startswith(("--device-i", "--device_i")) for arg in spec.engine.args)
+            ),
+            message=(
+                "--device-ids: devices.assignment decides which devices the ranks of a pod use: leave the flag out, or "
+                "write assignment: None to choose devices yourself"
+            ),
+        ),
     ]
 
 
@@ -663,8 +763,8 @@ RULES = (
         ),
         broken=lambda spec: (
             spec.devices.assignment == "Slots"
-            and spec.devices.visible_devices_env_name in _TWINS
-            and any(entry.name in _TWINS for entry in spec.engine.env)
+            and spec.devices.visible_devices_env_name in TWINS
+            and any(entry.name in TWINS for entry in spec.engine.env)
         ),
         message=(
             "vLLM refuses CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES that differ, and Slots sets one of them: "
@@ -717,6 +817,21 @@ RULES = (
     ),
     *(_flag_rule(owned) for owned in OWNED_FLAGS),
     *_switch_rules(),
+    Rule(
+        field=".engine.args",
+        cel=(
+            f"{_has_switch('--enable-eplb')} || "
+            "self.engine.args.all(a, !a.contains('num-redundant-experts') && !a.contains('num_redundant_experts'))"
+        ),
+        broken=lambda spec: (
+            not _switch(spec, "--enable-eplb")
+            and any(f"num{dash}redundant{dash}experts" in arg for arg in spec.engine.args for dash in "-_")
+        ),
+        message=(
+            "redundant experts are placed by expert load balancing: write --enable-eplb too, or leave their number out"
+        ),
+    ),
+    *_sliced_list_rules(),
     *(rule for path, get in _TEMPLATES for rule in _template_rules(path, get)),
 )
 

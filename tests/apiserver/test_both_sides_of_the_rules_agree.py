@@ -42,6 +42,15 @@ ENUMS = {
     ],
 }
 ENV = ["A", "VLLM_PORT", "VLLM_PORTS", "VLLM_DP_X", "DPD_", "DPD", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "MINE"]
+ENV += ["HIP_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"]
+ENV_VALUES = ["1", "1", "0,1", "0,1,2,3", "0-3|4", "nobind", "all", "", "GPU-1"]
+SWITCHES = [
+    "--enable-eplb",
+    "--enable-elastic-ep",
+    "--enable-fault-tolerance",
+    "--device-ids",
+    "--num-redundant-experts",
+]
 FLAGS = [
     name.strip("#*")
     for owned in rules.OWNED_FLAGS
@@ -67,9 +76,12 @@ def a_case(rng):
     if rng.random() < 0.3:
         changes["engine.version"] = a_version(rng)
     if rng.random() < 0.3:
-        changes["engine.env"] = [{"name": name, "value": "1"} for name in rng.sample(ENV, rng.randint(1, 3))]
+        names = rng.sample(ENV, rng.randint(1, 3))
+        changes["engine.env"] = [{"name": name, "value": rng.choice(ENV_VALUES)} for name in names]
     if rng.random() < 0.5:
         changes["engine.args"] = [an_argument(rng) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.2:
+        changes["engine.args"] = rng.sample(SWITCHES, rng.randint(1, 3))
     name = rng.choice(["qwen", "qwen", "a" * 38, "a" * 39, "a-b", "a.b", "1a"])
     return {"set": changes, "name": name}
 

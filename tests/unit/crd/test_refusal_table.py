@@ -1,7 +1,11 @@
 """The refusal table: every combination that vLLM refuses and a custom resource can express is refused before a pod is made.
 
 One row per row of the protocol notes' table of rejections (§1.4) and of device errors (§6). What only flags can say is
-closed by the flags that the operator owns; that is a row too.
+closed by the flags that the operator owns; that is a row too. Rows that CEL cannot tell are refused by the plan
+(PLAN_ONLY in tests/unit/operator/test_preview.py). tests/apiserver asks a real API server about all rules.
+
+Rows that no resource can express, because only the image, the node or the model knows: NIXL for asynchronous expert load
+balancing, the platform where the devices are not named, the number of NUMA nodes for `auto`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import pytest
 from dp_operator import api, rules
 
 MOE = {"model.architecture": "MoE"}
+EP = MOE | {"enableExpertParallel": True}
 EXTERNAL = MOE | {"dataParallel.loadBalancing": "External"}
 SUPERVISED = EXTERNAL | {"dataParallel.sizeLocal": 2}
 HYBRID = {"dataParallel.loadBalancing": "Hybrid", "dataParallel.sizeLocal": 2}
@@ -50,6 +55,12 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
         EXTERNAL | {"pipelineParallelSize": 2} | args("--enable-elastic-ep"),
         "no elastic expert parallelism with Hybrid load balancing or pipeline",
     ),
+    ("elastic EP without EPLB", EP | args("--enable-elastic-ep"), "write --enable-eplb too"),
+    (
+        "elastic EP in external before 0.33",
+        EP | EXTERNAL | {"engine.version": "0.32.0"} | args("--enable-eplb", "--enable-elastic-ep"),
+        "needs vLLM 0.33",
+    ),
     ("fault tolerance without external", MOE | args("--enable-fault-tolerance"), "only with External load balancing"),
     (
         "fault tolerance with several API servers",
@@ -58,6 +69,14 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("offline ranks by environment", env("VLLM_DP_RANK"), "everything that begins with VLLM_DP_"),
     ("EPLB without expert parallelism", MOE | args("--enable-eplb"), "write enableExpertParallel: true"),
+    (
+        "EPLB on other platforms than CUDA and ROCm",
+        EP
+        | {"devices.assignment": "Slots", "devices.visibleDevicesEnvName": "ZE_AFFINITY_MASK"}
+        | args("--enable-eplb"),
+        "on CUDA and ROCm only",
+    ),
+    ("redundant experts without EPLB", EP | args("--num-redundant-experts", "2"), "write --enable-eplb too"),
     ("an internal rank above 0 that serves", args("--data-parallel-start-rank", "1"), "the operator places the ranks"),
     ("a supervisor with gRPC", SUPERVISED | args("--grpc"), "serves HTTP only"),
     ("a supervisor on a Unix socket", SUPERVISED | args("--uds", "/x"), "where it listens"),
@@ -87,6 +106,26 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
         "too few devices for a local rank",
         {"devices.assignment": "Slots", "devices.perNode": 2, "dataParallel.sizeLocal": 4},
         "write a perNode that is a multiple",
+    ),
+    (
+        "a list of devices too short for the local ranks",
+        {"dataParallel.sizeLocal": 2} | env("CUDA_VISIBLE_DEVICES", "3"),
+        "there are too few for sizeLocal ranks",
+    ),
+    (
+        "a list of devices by flag",
+        {"devices.assignment": "Slots"} | args("--device-ids", "0"),
+        "devices.assignment decides which devices",
+    ),
+    (
+        "a list of cores too short for the local ranks",
+        {"dataParallel.sizeLocal": 2} | env("VLLM_CPU_OMP_THREADS_BIND", "0-3"),
+        "takes one list of cores",
+    ),
+    (
+        "nobind in 0.11",
+        {"engine.version": "0.11.0"} | env("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        "write all",
     ),
     (
         "HIP and CUDA names that differ",

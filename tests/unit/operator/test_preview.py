@@ -56,6 +56,57 @@ def test_rules_are_all_told_too(tmp_path, capsys):
     assert "--headless" in said
 
 
+def env(**values: str) -> dict[str, Any]:
+    return {"image": "i", "env": [{"name": name, "value": value} for name, value in values.items()]}
+
+
+# The rows of the protocol notes' tables of rejections (§1.4, §6) that depend on two values or on places of words: the
+# API server cannot tell them (see tests/unit/crd/test_refusal_table.py for all others).
+PLAN_ONLY: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "HIP and CUDA values that differ",
+        {"engine": env(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")},
+        "spec.engine.env: vLLM refuses CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES that differ",
+    ),
+    (
+        "names of devices where integers are read",
+        {
+            "engine": env(ZE_AFFINITY_MASK="GPU-1") | {"version": "0.23.0"},
+            "devices": {"assignment": "None", "visibleDevicesEnvName": "ZE_AFFINITY_MASK"},
+        },
+        "spec.engine.env: ZE_AFFINITY_MASK=GPU-1: vLLM 0.23.0 reads integers only",
+    ),
+    (
+        "names of too few devices",
+        {"engine": env(CUDA_VISIBLE_DEVICES="GPU-1,GPU-2,GPU-3"), "dataParallel": {"size": 4, "sizeLocal": 4}},
+        "local rank 3 needs the devices 3 to 3 of it",
+    ),
+    (
+        "too few device ids",
+        {"engine": {"image": "i", "args": ["--device_ids", "0,1,2"]}, "tensorParallelSize": 4},
+        "spec.engine.args: --device-ids=0,1,2: local rank 0 needs the devices 0 to 3 of it",
+    ),
+    (
+        "an elastic size below the size",
+        {
+            "model": {"name": "m", "architecture": "MoE"},
+            "enableExpertParallel": True,
+            "engine": {"image": "i", "args": ["--enable-eplb", "--enable-elastic-ep", "--elastic-ep-max-dp-size=2"]},
+        },
+        "--elastic-ep-max-dp-size 2: write at least dataParallel.size, 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "changes", "words"), PLAN_ONLY, ids=[what for what, _, _ in PLAN_ONLY])
+def test_what_vllm_refuses_and_the_api_server_cannot_tell_is_refused_by_the_plan(
+    tmp_path, capsys, what, changes, words
+):
+    file = write(tmp_path / "cr.yaml", **changes)
+    assert preview.main(["-f", file]) == 1
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["field", "tag", "option"])
 def test_a_version_that_cannot_do_it_is_refused_wherever_it_is_named(tmp_path, capsys, how):
     """A vLLM bump that breaks multi-node is seen before anything is deleted (problem 11)."""
