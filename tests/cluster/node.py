@@ -35,6 +35,7 @@ def ensure_runtime(node: str) -> None:
     argv = ["containerd", "--config", directory / "containerd.toml"]
     processes.ensure(name, inside(namespace(node), argv))
     wait_until(f"containerd of {node}", alive_and(name, lambda: _silent(node)), CONTAINERD_S)
+    containers.weigh_pods()
 
 
 def ensure_kubelet(node: str, binaries: Mapping[str, Path]) -> None:
