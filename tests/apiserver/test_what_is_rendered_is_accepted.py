@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from dp_operator import api, client, naming, preview, render
+from dp_operator import api, client, naming, preview, render, structural, versions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENTS = [
     pytest.param(document, id=f"{path.stem}-{document['metadata']['name']}")
     for path in sorted(EXAMPLES.rglob("*.yaml"))
     for document in preview.load(path.read_text())
+]
+# What stands beside them in the same files.
+OTHERS = [
+    pytest.param(path, document, id=f"{path.stem}-{document['kind']}")
+    for path in sorted(EXAMPLES.rglob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+    if document["kind"] != api.KIND
 ]
 SETTINGS = render.Settings(relay_image="relay:1")
 
@@ -36,6 +44,81 @@ def test_its_objects_are_accepted(trial, document):
         path = client.path(manifest["kind"], "default", version=manifest["apiVersion"])
         manifest["metadata"]["namespace"] = "default"
         trial.server.call("POST", f"{path}?fieldValidation=Strict&dryRun=All", manifest)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_plan_of_an_example_has_nothing_against_it_but_the_advice_to_use_a_gateway(document):
+    spec = preview.check(document, version=None).spec
+    version = versions.known(spec) or versions.NEWEST_KNOWN
+    said = preview.warnings(spec, name=document["metadata"]["name"], version=version)
+    assert [text for text in said if "is assumed" not in text and "put a gateway" not in text] == []
+
+
+# InferencePool of inference.networking.k8s.io/v1, written down from its documentation: its CRD is not in the cluster.
+INFERENCE_POOL = {
+    "type": "object",
+    "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "properties": {
+        "selector": {
+            "type": "object",
+            "required": ["matchLabels"],
+            "properties": {
+                "matchLabels": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
+            },
+        },
+        "targetPorts": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 8,
+            "x-kubernetes-list-map-keys": ["number"],
+            "items": {
+                "type": "object",
+                "required": ["number"],
+                "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+            },
+        },
+        "endpointPickerRef": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "group": {"type": "string", "maxLength": 253},
+                "kind": {"type": "string", "minLength": 1, "maxLength": 63},
+                "name": {"type": "string", "minLength": 1, "maxLength": 253},
+                "port": {
+                    "type": "object",
+                    "required": ["number"],
+                    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+                },
+                "failureMode": {"type": "string", "enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(("path", "document"), OTHERS)
+def test_what_stands_beside_an_example_is_accepted(trial, path, document):
+    if document["kind"] == "InferencePool":
+        assert document["apiVersion"] == "inference.networking.k8s.io/v1"
+        assert list(structural.errors(INFERENCE_POOL, document["spec"], "spec")) == []
+        return
+    assert (document["apiVersion"], document["kind"]) == ("autoscaling/v2", "HorizontalPodAutoscaler")
+    url = "/apis/autoscaling/v2/namespaces/default/horizontalpodautoscalers?fieldValidation=Strict&dryRun=All"
+    trial.server.call("POST", url, document)
+    target = document["spec"]["scaleTargetRef"]
+    assert target["name"] in {other["metadata"]["name"] for other in preview.load(path.read_text())}
+    assert (target["apiVersion"], target["kind"]) == (api.API_VERSION, api.KIND)
+
+
+def test_the_pool_of_the_prefill_decode_pair_selects_its_serving_pods_at_a_port_that_they_have():
+    path = EXAMPLES / "real" / "prefill-decode.yaml"
+    pool = next(d for d in yaml.safe_load_all(path.read_text()) if d["kind"] == "InferencePool")["spec"]
+    for document in preview.load(path.read_text()):
+        (head,) = [manifest for manifest in rendered(document) if manifest["kind"] == "Pod"]
+        assert pool["selector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+        containers = [*head["spec"]["containers"], *head["spec"]["initContainers"]]
+        ports = {port["containerPort"] for container in containers for port in container.get("ports", [])}
+        assert {port["number"] for port in pool["targetPorts"]} <= ports
 
 
 @pytest.mark.parametrize("kind", ["Kueue", "Coscheduling", "Volcano"])
