@@ -276,6 +276,7 @@ def test_the_example_becomes_ready_and_says_which_vllm_it_runs(seen: Seen, versi
 
 
 def test_every_pod_is_launched_as_its_mode_wants(seen: Seen, mode: Mode) -> None:
+    """gpustack/gpustack#6221, PR#6236, vllm-project/vllm-ascend PR#16204, ai-dynamo/dynamo#5001."""
     first = sorted(pod.first_rank for pod in seen.pods.values() if pod.role == WORKER)
     assert first == list(range(mode.head_ranks, SIZE, mode.worker_ranks))
     for name, pod in seen.pods.items():
@@ -288,6 +289,7 @@ def test_every_pod_is_launched_as_its_mode_wants(seen: Seen, mode: Mode) -> None
 
 
 def test_every_rank_uses_the_device_of_its_slot_and_no_other(seen: Seen, mode: Mode) -> None:
+    """vllm PR#53743, #54694, #22677, #44556."""
     used = {}
     for name, pod in seen.pods.items():
         mine = _ranks(pod, mode)

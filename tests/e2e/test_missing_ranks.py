@@ -70,6 +70,7 @@ def devices_per_node(cluster: Cluster) -> Iterator[Callable[[int], None]]:
 def test_a_rank_without_a_free_device_is_named_until_there_is_one(
     space: Space, devices_per_node: Callable[[int], None]
 ) -> None:
+    """vllm-project/vllm#17676."""
     devices_per_node(1)
     nodes = len(space.cluster.nodes())
     space.create(dpd("gpus", size=nodes + 1, devices={"assignment": "DevicePlugin", "resourceName": GPU}))
@@ -100,6 +101,7 @@ def test_a_rank_without_a_free_device_is_named_until_there_is_one(
 
 
 def test_ranks_whose_image_cannot_be_pulled_are_named_with_the_image(space: Space) -> None:
+    """vllm-project/vllm#17676, lws PR#725/#726."""
     image = f"localhost/dp-engine:absent-{uuid.uuid4().hex[:6]}"
     space.create(dpd("unpulled", size=2, engine={"image": image}))
 
@@ -115,6 +117,7 @@ def test_ranks_whose_image_cannot_be_pulled_are_named_with_the_image(space: Spac
 
 
 def test_a_rank_that_crashes_is_named_with_pod_node_and_exit_code(space: Space) -> None:
+    """vllm#50282."""
     space.create(dpd("crash", size=3, faults=["crash-before-hello:ranks=2"], failurePolicy={"backoffSeconds": 60}))
     status = until(
         "the failure is in the ledger",
@@ -139,6 +142,10 @@ def test_a_rank_that_crashes_is_named_with_pod_node_and_exit_code(space: Space) 
 
 
 def test_ranks_that_do_not_connect_or_do_not_load_are_named_with_their_stage(space: Space) -> None:
+    """Not connected is another reason than connected and not loaded.
+
+    vllm-project/vllm#17676, vllm#50282, vllm#13778, #17167, #49594.
+    """
     faults = ["slow-import:ranks=1,seconds=7", "slow-load:ranks=2,seconds=15"]
     space.create(dpd("slow", size=4, faults=faults))
 
@@ -164,6 +171,7 @@ def test_ranks_that_do_not_connect_or_do_not_load_are_named_with_their_stage(spa
 def test_a_head_whose_image_comes_a_minute_late_costs_nobody_a_restart(
     late_group: LateGroup, bed: Bed | KindCluster
 ) -> None:
+    """The clock starts with the release, not with the pod: lws PR#725/#726, aws-samples/aws-do-eks PR#70."""
     space, image, head_node, since = late_group
     pods = space.pods("late")
     early = [pod for pod in pods.values() if pod["spec"]["nodeName"] != head_node]

@@ -230,6 +230,10 @@ def launcher(directory: Path, one: Group, pod: str) -> subprocess.Popen[str]:
 
 
 def test_launchers_start_their_engines_together_and_never_a_second_time(group: Make, tmp_path: Path) -> None:
+    """Pods that start one after the other miss each other's windows; here none starts before all are there.
+
+    llm-d `guides/wide-ep-lws/README.md` troubleshooting, awslabs/awsome-distributed-ai PR#1230.
+    """
     one = group(
         size=3,
         head_argv=["sh", "-c", "date +%s.%N; echo head at $0", Fill(fill="headIP")],

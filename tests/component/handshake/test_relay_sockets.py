@@ -141,6 +141,10 @@ def test_a_stranger_that_is_there_first_does_not_take_the_ranks_place(group: Mak
 
 
 def test_everything_that_would_end_the_head_is_stopped_and_named(group: Make, context: Context) -> None:
+    """Duplicate ranks and overridden commands among it.
+
+    ai-dynamo/dynamo#5001, gpustack/gpustack#6221, PR#6236, vllm-project/vllm-ascend PR#16204.
+    """
     one = group(size=4)
     head = one.start()
     wrong = one.addresses["g-w-1"]

@@ -250,7 +250,10 @@ def test_a_group_becomes_ready_and_every_rank_answers(tmp_path, example, version
 
 
 def test_a_worker_whose_command_is_overridden_is_refused_with_the_likely_cause(tmp_path):
-    """A headless worker would end the head of a Hybrid group; the relay keeps it away and says why (problem f1)."""
+    """A headless worker would end the head of a Hybrid group; the relay keeps it away and says why.
+
+    gpustack/gpustack#6221, PR#6236, vllm-project/vllm-ascend PR#16204.
+    """
     with started("hybrid", tmp_path, version="0.33.0") as group:
         (worker,) = render.worker_pods(group.cr.spec, group.inc.base)
         end = time.monotonic() + START_S

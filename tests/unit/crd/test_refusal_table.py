@@ -151,7 +151,12 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("what", "changes", "words"), TABLE, ids=[what for what, _, _ in TABLE])
 def test_what_vllm_refuses_is_refused_when_it_is_applied(what, changes, words):
-    """Problems e3, 9, 27, 51: a refusal that says what to write instead, before devices are taken."""
+    """Said with what to write instead, before devices are taken.
+
+    dynamo#12164, kserve#5773, kserve#4946. Start ranks by hand: gpustack/gpustack#6221, PR#6236,
+    vllm-project/vllm-ascend PR#16204. nnodes with dense models: vllm PR#39405. Devices: vllm PR#53743, #54694,
+    #22677, #44556.
+    """
     spec: dict[str, Any] = {
         "model": {"name": "m", "architecture": "Dense"},
         "engine": {"image": "i"},

@@ -53,6 +53,10 @@ def released() -> Roster:
 
 
 def test_all_are_released_when_the_last_pod_arrives_and_learn_the_heads_address() -> None:
+    """The address comes from the head of this incarnation, never from a name that may be stale.
+
+    ai-dynamo/dynamo PR#7954.
+    """
     state = checkin.roster(plan())
     first = checkin.check_in(state, message(state, "g-w-1"), now=1)
     assert (first.state, first.arrived, first.expected) == ("waiting", 1, 3)
@@ -78,6 +82,10 @@ def test_the_same_launcher_may_ask_again_after_the_release() -> None:
 
 
 def test_a_container_that_restarts_after_the_release_is_refused_and_told_once() -> None:
+    """It could only reach a head that is gone, or be a second rank of its number.
+
+    ai-dynamo/dynamo PR#7954, ai-dynamo/dynamo#5001.
+    """
     state = released()
     for now in (42, 50):
         reply = checkin.check_in(state, message(state, "g-w-0", launch=f"at {now}"), now=now)

@@ -270,6 +270,10 @@ def test_it_says_whom_it_waits_for(tmp_path: Path, monitor: Callable[..., Monito
 
 
 def test_it_waits_for_a_monitor_that_is_not_there_yet_and_ends_at_once_when_told_to(tmp_path: Path) -> None:
+    """The head is resolved and waited for before the engine exists, not in its lifetime.
+
+    aws-samples/aws-do-eks PR#70.
+    """
     process = start(tmp_path, plan(monitor_port=1))
     assert process.stdout is not None
     assert "does not answer yet (ConnectionRefusedError" in process.stdout.readline()
@@ -368,7 +372,7 @@ def needing(**changes: Any) -> LaunchPlan:
 
 
 def test_too_few_devices_end_it_before_the_group_waits_for_it(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
-    """Said before the engine loads, in one line, where people look (problems 9 of the wish list, 27)."""
+    """Said before the engine loads, in one line, where people look: vllm PR#53743, #54694, #22677, #44556."""
     server = monitor(WAITING)
     code, output, errors = finish(start(tmp_path, needing(monitor_port=server.port), CUDA_VISIBLE_DEVICES="3"))
     said = (tmp_path / "termination-log").read_text()
@@ -420,7 +424,7 @@ def test_where_the_image_does_not_tell_its_version_the_operators_idea_counts(
 
 
 def test_shared_memory_that_is_smaller_than_asked_is_told(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
-    """Bus errors in the middle of the night otherwise (problem 6)."""
+    """Bus errors in the middle of the night otherwise: kserve/kserve PR#5155."""
     server = monitor(RELEASED)
     _, output, _ = finish(start(tmp_path, plan(monitor_port=server.port, shared_memory_bytes=2**60)))
     assert "in /dev/shm: is the memory limit too low?" in output
@@ -435,7 +439,7 @@ def test_a_head_of_another_address_family_is_named(tmp_path: Path, monitor: Call
 
 
 def test_what_a_service_named_vllm_does_is_undone(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
-    """vLLM ends on VLLM_PORT=tcp://… (problem 20)."""
+    """vLLM ends on VLLM_PORT=tcp://…: vllm#34199, #15613, PR#18209."""
     server = monitor(RELEASED)
     message = plan(monitor_port=server.port, worker_argv=["sh", "-c", "echo port=$VLLM_PORT"])
     _, output, _ = finish(start(tmp_path, message, VLLM_PORT="tcp://10.96.0.7:8000"))

@@ -77,7 +77,11 @@ def table(cases: list[tuple[dict[str, Any], dict[str, Any], int, int]]) -> str:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_command_lines_are_as_reviewed(name, golden):
-    """Known-bad pairs of mode and version were shipped by others (problems a8, a11, f1, f2)."""
+    """Known-bad pairs of mode and version were shipped by others.
+
+    A changed flag breaks multi-node: ai-dynamo/dynamo#4934, PR#5006, gpustack/gpustack#6221, PR#6236,
+    vllm-project/vllm-ascend PR#16204.
+    """
     golden(f"argv/{name}.txt", table(TABLES[name]))
 
 
@@ -105,7 +109,10 @@ def runnable(spec: api.Spec, version: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(specs(), versions)
 def test_the_engine_of_that_version_accepts_every_command_line_and_runs_the_ranks_that_were_meant(spec, version):
-    """The stand-in's parser and mode rules follow each release; every rank is started exactly once (problem a9)."""
+    """The stand-in's parser and mode rules follow each release; every rank is started exactly once.
+
+    ai-dynamo/dynamo#5001.
+    """
     runnable(spec, version)
     started: list[int] = []
     for first, argv in lines_of(spec, version).items():
@@ -125,7 +132,10 @@ def test_the_engine_of_that_version_accepts_every_command_line_and_runs_the_rank
 
 @given(specs(), versions)
 def test_one_address_and_one_port_everywhere(spec, version):
-    """All pods name the head's IP; the relay stands between the workers and the head's own port (problem a10)."""
+    """All pods name the head's IP, spelt out; the relay stands between the workers and the head's own port.
+
+    opendatahub-io/kserve PR#1171, kserve/kserve PR#5155.
+    """
     runnable(spec, version)
     lines = lines_of(spec, version)
     for first, argv in lines.items():
@@ -140,7 +150,10 @@ def test_one_address_and_one_port_everywhere(spec, version):
 
 @given(specs(modes=("Internal",)), versions)
 def test_an_internal_head_has_no_start_rank_in_any_version(spec, version):
-    """Start rank 0 makes vLLM 0.28 and newer go hybrid (problems a8, f1)."""
+    """Start rank 0 makes vLLM 0.28 and newer go hybrid.
+
+    gpustack/gpustack#6221, PR#6236, vllm-project/vllm-ascend PR#16204.
+    """
     runnable(spec, version)
     head = next(iter(lines_of(spec, version).values()))
     assert "--data-parallel-start-rank" not in head
@@ -149,7 +162,10 @@ def test_an_internal_head_has_no_start_rank_in_any_version(spec, version):
 
 @given(specs(modes=("Hybrid", "External")), versions)
 def test_pods_that_all_serve_never_get_headless(spec, version):
-    """A headless rank ends the head of a hybrid or external group (problem f1)."""
+    """vLLM's head ends with "Remote engine N must not use --headless in external or hybrid dp lb mode".
+
+    gpustack/gpustack#6221, PR#6236, vllm-project/vllm-ascend PR#16204.
+    """
     runnable(spec, version)
     for argv in lines_of(spec, version).values():
         assert "--headless" not in argv
@@ -168,7 +184,7 @@ def test_the_number_of_api_servers_is_always_bounded(spec, version):
 
 @given(specs(modes=("External",)), versions)
 def test_external_pods_name_their_rank_once(spec, version):
-    """`--data-parallel-rank` excludes a local size, start ranks and --headless (problem f2)."""
+    """`--data-parallel-rank` excludes a local size, start ranks and --headless."""
     runnable(spec, version)
     for first, argv in lines_of(spec, version).items():
         if spec.data_parallel.size_local == 1:

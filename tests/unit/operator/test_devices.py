@@ -37,7 +37,10 @@ def pods_by_slot(spec) -> dict[int, dict[str, int]]:
 
 @given(specs(), st.sampled_from(VERSIONS), st.sampled_from(sorted(ENV_NAMES)))
 def test_no_two_ranks_of_a_node_share_a_device_and_each_has_its_width(spec, version, env_name):
-    """A wrong list is a wrong GPU or "invalid device ordinal" (problems 27, f3)."""
+    """A wrong list is a wrong GPU or "invalid device ordinal".
+
+    vllm PR#53743, #54694, #22677, #44556, PR#53037, PR#41164.
+    """
     assume(spec.devices.assignment == "Slots")
     world = render.devices_per_rank(spec)
     used: list[str] = []
@@ -89,7 +92,7 @@ def test_the_stand_in_engine_slices_the_same_way(version, env_name, items, local
 
 @given(specs())
 def test_a_device_plugin_gives_each_pod_all_its_ranks_need_and_nothing_hides_them(spec):
-    """A pod that sees one GPU as index 0 must not be told to use index 3 (problem f5)."""
+    """A pod that sees one GPU as index 0 must not be told to use index 3: nvidia-container-toolkit#27."""
     assume(spec.devices.assignment == "DevicePlugin")
     inc = Incarnation(cr=resource_with(spec), group=0, id="abcde", revision="0123456789", settings=SETTINGS)
     width = spec.data_parallel.size_local * spec.tensor_parallel_size * spec.pipeline_parallel_size

@@ -110,6 +110,7 @@ def test_two_groups_start_side_by_side():
 
 
 def test_a_worker_pod_deleted_while_starting_leads_to_one_clean_replacement_without_charge():
+    """The set is replaced together, so that nobody connects to a head that ends: ai-dynamo/dynamo PR#7954."""
     world = World()
     world.reconcile()
     old = world.entry().incarnation
@@ -278,6 +279,7 @@ def test_suspend_takes_every_group_away_and_resume_brings_them_back():
 
 
 def test_the_startup_deadline_counts_from_the_release_and_names_what_was_missing():
+    """vllm#46509, PR#46534, vllm#13778, #17167, #49594, lws PR#725/#726, neutree PR#572."""
     world = World(startup={"timeoutSeconds": 100})
     world.reconcile()
     incarnation = world.entry().incarnation

@@ -64,7 +64,7 @@ def all_ranks_ready(world: World) -> str:
 
 @pytest.mark.parametrize("mode", [HYBRID, SUPERVISED, EXTERNAL], ids=["hybrid", "supervised", "external"])
 def test_a_group_whose_pods_all_serve_is_ready_when_each_of_them_is(mode):
-    """Ready although one of the servers is not, is no Ready (problems 32, 34)."""
+    """Ready although one of the servers is not, is no Ready: dsx-ai-factory/workload-map#228, kserve#3845."""
     world = World(**mode)
     incarnation = all_ranks_ready(world)
     pods = sorted(world.pods_of(incarnation), key=lambda pod: pod["metadata"]["name"])
@@ -82,6 +82,7 @@ def test_a_group_whose_pods_all_serve_is_ready_when_each_of_them_is(mode):
 
 
 def test_a_serving_pod_that_stays_unready_condemns_its_group():
+    """A supervisor that answers 503 for ever has no deadline of its own: vllm#46509, PR#46534."""
     world = World(**HYBRID)
     incarnation = all_ranks_ready(world)
     pods = world.pods_of(incarnation)
@@ -134,7 +135,7 @@ def test_a_wrong_version_in_the_spec_is_pointed_out():
 
 
 def test_a_version_that_cannot_do_it_is_refused_once_it_is_known_and_not_tried_again():
-    """Refuse, do not fall back or loop (problems 47, 51)."""
+    """Refuse, do not fall back or loop: lws#820/PR#877, dynamo#12164, kserve#5773."""
     changes = {"engine": {"image": "example/custom:1"}, "dataParallel": {"size": 4, "headPlacement": "Dedicated"}}
     world = World(**changes)
     world.reconcile()
@@ -231,7 +232,7 @@ def test_what_preflight_found_is_said_while_the_group_starts():
 
 
 def test_pods_with_different_versions_are_named_before_they_disagree():
-    """One tag, two images on two nodes: vLLM hangs or ends without saying why (problem 14)."""
+    """One tag, two images on two nodes: vLLM hangs or ends without saying why: vllm PR#26218, PR#44718."""
     world = World()
     world.reconcile()
     incarnation = world.entry().incarnation

@@ -109,7 +109,7 @@ def test_what_vllm_refuses_and_the_api_server_cannot_tell_is_refused_by_the_plan
 
 @pytest.mark.parametrize("how", ["field", "tag", "option"])
 def test_a_version_that_cannot_do_it_is_refused_wherever_it_is_named(tmp_path, capsys, how):
-    """A vLLM bump that breaks multi-node is seen before anything is deleted (problem 11)."""
+    """A vLLM bump that breaks multi-node is seen before anything is deleted: ai-dynamo/dynamo#4934, PR#5006."""
     engine = {"image": "vllm/vllm-openai:v0.13.0" if how == "tag" else "i"}
     if how == "field":
         engine["version"] = "0.13"
@@ -167,10 +167,10 @@ def test_a_file_without_our_kind_or_without_yaml_is_an_error(tmp_path, capsys):
 
 WARNINGS: list[tuple[str, dict[str, Any], str]] = [
     ("a version that is only assumed", {"engine": {"image": "i"}}, "write engine.version"),
-    ("dense ranks in lock-step (problem 29)", {"engine": {"image": "i", "version": "0.13"}}, "step together"),
-    ("no draining before 0.18 (problem 53)", {"engine": {"image": "i", "version": "0.17"}}, "aborts its requests"),
+    ("dense ranks in lock-step", {"engine": {"image": "i", "version": "0.13"}}, "step together"),
+    ("no draining before 0.18", {"engine": {"image": "i", "version": "0.17"}}, "aborts its requests"),
     (
-        "DeepEP across pods (problem f4)",
+        "DeepEP across pods",
         {"engine": {"image": "i", "args": ["--all2all-backend", "deepep_low_latency"]}},
         "one pod per node",
     ),
@@ -196,13 +196,18 @@ WARNINGS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("why", "changes", "words"), WARNINGS, ids=[why for why, _, _ in WARNINGS])
 def test_what_may_surprise_is_warned_of(why, changes, words):
+    """Dense ranks in lock-step.
+
+    vllm#28224, verl#6856, vllm-ascend#11863. DeepEP across pods: vllm#21261, #21238. No draining before 0.18:
+    llm-d#927/PR#2444, vllm#24885.
+    """
     cr = resource(**changes)
     version = versions.known(cr.spec) or versions.NEWEST_KNOWN
     assert any(words in text for text in preview.warnings(cr.spec, name="web", version=version))
 
 
 def test_a_plain_object_has_no_warnings_and_one_named_vllm_has():
-    """A Service called vllm breaks its neighbours (problem 20)."""
+    """A Service called vllm breaks its neighbours: vllm#34199, #15613, PR#18209."""
     assert preview.warnings(resource().spec, name="web", version="0.32.0") == []
     assert "VLLM_PORT" in preview.warnings(resource().spec, name="vllm", version="0.32.0")[0]
 

@@ -139,21 +139,32 @@ def test_ranks_cover_every_number_once_and_no_two_ranks_of_a_node_share_a_device
 
 
 def test_service_environment_variables_are_off_because_a_service_named_vllm_breaks_vllm():
-    """A Service called vllm would inject VLLM_PORT=tcp://… (problem 20)."""
+    """A Service called vllm would inject VLLM_PORT=tcp://…: vllm#34199, #15613, PR#18209."""
     inc = incarnation()
     pods = [render.head_pod(inc)["spec"], *(s["spec"]["template"]["spec"] for s in render.stateful_sets(inc))]
     assert all(pod["enableServiceLinks"] is False for pod in pods)
 
 
+def test_the_address_that_pods_wait_for_leads_to_a_head_that_is_not_ready_yet():
+    """Nobody is ready before all have met, and a Service hides what is not ready: lws#85/PR#105, aibrix PR#1441."""
+    inc = incarnation()
+    service = render.rpc_service(inc)
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"].items() <= render.head_pod(inc)["metadata"]["labels"].items()
+    for stateful_set in render.stateful_sets(inc):
+        labels = stateful_set["spec"]["template"]["metadata"]["labels"]
+        assert not service["spec"]["selector"].items() <= labels.items()
+
+
 def test_a_cr_deadline_is_vllms_deadline_too():
-    """One field drives both clocks (problem 2)."""
+    """One field of the resource drives both clocks: vllm PR#27444, neutree PR#572."""
     pod = render.head_pod(incarnation(startup={"timeoutSeconds": 7200}))
     env = {e["name"]: e.get("value") for e in pod["spec"]["containers"][0]["env"]}
     assert env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
 
 
 def test_shared_memory_grows_with_the_ranks_of_a_pod():
-    """The default of container runtimes, 64 MiB, ends in bus errors (problem 6)."""
+    """The default of container runtimes, 64 MiB, ends in bus errors: kserve/kserve PR#5155."""
     pod = render.head_pod(incarnation(dataParallel={"size": 8, "sizeLocal": 4}))
     volume = next(v for v in pod["spec"]["volumes"] if v["name"] == "shm")
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
@@ -230,14 +241,17 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_clients_reach_exactly_the_pods_that_have_an_api(mode):
-    """A Service that selects headless workers too loses part of the requests (problems 35, 36)."""
+    """A Service that selects headless workers too loses part of the requests.
+
+    vllm-project/aibrix#2116, volcano-sh/kthena#820.
+    """
     expected = {"head"} if mode == "Internal" else {"head", "web-0-abcde-w"}
     assert set(serving_pods(**MODES[mode])) == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_pod_that_serves_is_ready_by_its_own_api_and_others_by_the_handshake(mode):
-    """Readiness from the engine, not from the process (problems 31, 38)."""
+    """Readiness from the engine, not from the process: aws-do-eks PR#79, awslabs PR#1256."""
     inc = incarnation(**MODES[mode])
     worker = render.stateful_sets(inc)[0]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]
     head = render.head_pod(inc)["spec"]["containers"][0]["readinessProbe"]
@@ -251,7 +265,10 @@ def test_every_pod_that_serves_is_ready_by_its_own_api_and_others_by_the_handsha
 
 
 def test_a_supervised_group_has_a_service_port_for_every_local_rank():
-    """One endpoint a rank is what routers that know ranks want (problems 41, 56)."""
+    """One endpoint a rank is what routers that know ranks want.
+
+    gateway-api-inference-extension#2950, aibrix#1858, gpustack#5742.
+    """
     service = render.client_service(resource(**MODES["supervised"]))
     assert [(p["name"], p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [
         ("http-0", 8000, "api"),
@@ -273,7 +290,7 @@ def test_an_engine_behind_a_sidecar_is_not_open_to_clients():
 
 
 def test_peers_reach_every_port_and_nobody_else_does():
-    """ZeroMQ ports without authentication must not be open to the cluster (problem 30)."""
+    """ZeroMQ ports without authentication must not be open to the cluster: ModelTC/LightLLM#1413, sglang#24618."""
     policy = render.network_policy(resource(networkPolicy={"peers": ["decode"]}), SETTINGS)
     assert policy
     assert policy["spec"]["ingress"][0] == {
@@ -302,7 +319,7 @@ def test_a_gang_counts_all_pods_of_a_group(spec):
 
 
 def test_in_the_nodes_network_every_port_is_declared_so_that_the_scheduler_keeps_pods_apart():
-    """Kubernetes makes a hostPort of each declared port then (problem 21)."""
+    """Kubernetes makes a hostPort of each declared port then: vllm#28498, #39015, #43206, gpustack#5657."""
     changes = MODES["supervised"] | {"template": {"spec": {"hostNetwork": True}}}
     pod = render.head_pod(incarnation(**changes))["spec"]
     assert pod["hostNetwork"] is True

@@ -357,6 +357,7 @@ def test_a_node_that_fails_again_and_again_is_named():
 
 
 def test_an_image_that_cannot_be_pulled_ends_in_a_named_failure_and_a_slow_pull_does_not():
+    """lws PR#725/#726."""
     world = World(startup={"scheduleTimeoutSeconds": 60, "timeoutSeconds": 3600})
     world.reconcile()
     incarnation = world.entry().incarnation

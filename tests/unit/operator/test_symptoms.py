@@ -46,6 +46,7 @@ def test_a_clear_log_names_the_cause(text, reason):
 
 
 def test_the_first_error_is_kept_beside_a_tail_that_only_points_at_it():
+    """The first failure's log is lost otherwise: gpustack#5657, #6019, vllm#28498."""
     text = ROOT_CAUSE + "INFO noise\n" * 900 + LAST_WORDS
     failure = Failure(reason="EngineExited", time="2026-01-01T00:00:00Z", exit_code=1)
     found = explained(failure, text)

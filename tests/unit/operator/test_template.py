@@ -53,7 +53,10 @@ def test_mounts_are_told_apart_by_path_and_ports_by_number_and_protocol():
 
 
 def test_tolerations_and_anti_affinity_terms_add_up():
-    """The terms of device slots must survive the user's own, or two pods share a device (problem 27)."""
+    """The terms of device slots must survive the user's own, or two pods share a device.
+
+    vllm PR#53743, #54694, #22677, #44556.
+    """
     ours = {"topologyKey": "kubernetes.io/hostname"}
     theirs = {"topologyKey": "zone"}
     required = "requiredDuringSchedulingIgnoredDuringExecution"
