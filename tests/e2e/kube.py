@@ -31,6 +31,7 @@ PREFIXES = {
     "pods": "/api/v1",
     "services": "/api/v1",
     "configmaps": "/api/v1",
+    "secrets": "/api/v1",
     "events": "/api/v1",
     "statefulsets": "/apis/apps/v1",
     "poddisruptionbudgets": "/apis/policy/v1",

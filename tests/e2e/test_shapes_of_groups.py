@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from tests.e2e.kube import LABELS, RefusedError, Space, condition, dpd, identities, until
+from tests.e2e.kube import ENGINE_IMAGE, LABELS, RefusedError, Space, condition, dpd, identities, until
 
 
 def test_a_dedicated_head_serves_without_running_a_rank(space: Space) -> None:
@@ -115,3 +119,131 @@ def test_a_suspended_deployment_has_no_pods_until_it_is_resumed(space: Space) ->
     space.spec("paused", suspend=False)
     space.until_ready("paused", generation=3)
     assert len(space.pods("paused")) == 2
+
+
+# Answers any request with what it was told of its group.
+SIDECAR = """
+import asyncio, os, pathlib
+async def serve(reader, writer):
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    words = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("DPD_"))
+    body = "\\n".join([*words, pathlib.Path("/run/dpd/env").read_text()]).encode()
+    writer.write(b"HTTP/1.0 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+    await writer.drain()
+    writer.close()
+async def main():
+    server = await asyncio.start_server(serve, None, 8000)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+def test_a_sidecar_takes_the_clients_and_is_told_its_group_while_the_engine_hides_behind_it(space: Space) -> None:
+    sidecar = {
+        "name": "routing",
+        "image": ENGINE_IMAGE,
+        "restartPolicy": "Always",
+        "command": ["python3", "-c", SIDECAR],
+    }
+    space.create(
+        dpd(
+            "hidden",
+            size=2,
+            engine={"port": 8200},
+            service={"ports": [{"name": "http", "port": 80, "targetPort": 8000}]},
+            template={"spec": {"initContainers": [sidecar]}},
+        )
+    )
+    space.until_ready("hidden")
+    head = space.head("hidden")
+    address = head["status"]["podIP"]
+    said = space.cluster.raw("GET", f"{space.path('services', 'hidden')}:80/proxy/").decode()
+    assert said.split() == [
+        "DPD_GROUP=0",
+        "DPD_NAME=hidden",
+        f"DPD_POD_IP={address}",
+        f"DPD_POD_NAME={head['metadata']['name']}",
+        "DPD_ROLE=head",
+        "DPD_SIZE=2",
+        f"DPD_HEAD_IP={address}",
+        "DPD_START_RANK=0",
+    ]
+    (open_to_clients,) = [
+        rule for rule in space.get("networkpolicies", "hidden")["spec"]["ingress"] if "from" not in rule
+    ]
+    assert open_to_clients["ports"] == [{"protocol": "TCP", "port": 8000}]
+
+
+def test_shared_memory_that_the_pods_limit_cuts_short_is_said_while_the_group_starts(space: Space) -> None:
+    """kserve/kserve PR#5155."""
+    space.create(
+        dpd(
+            "cut",
+            size=2,
+            faults=["slow-load:ranks=1,seconds=20"],
+            engine={"sharedMemory": "4Gi", "resources": {"limits": {"memory": "300Mi"}}},
+        )
+    )
+    until(
+        "the status says what preflight found",
+        lambda: space.group("cut")["waitingFor"],
+        lambda text: "MiB of 4096 MiB in /dev/shm: is the memory limit too low?" in text,
+        within_s=60,
+    )
+
+
+def test_pods_in_the_nodes_network_do_not_share_a_node_and_serve_at_its_address(space: Space) -> None:
+    """vllm#28498, #39015, #43206, gpustack#5657."""
+    space.create(
+        dpd(
+            "host",
+            size=4,
+            args=["--moe"],
+            model={"architecture": "MoE"},
+            dataParallel={"sizeLocal": 2, "loadBalancing": "External"},
+            # Ports of its own, because those of other tests are on the same nodes.
+            engine={"port": 18000},
+            template={"spec": {"hostNetwork": True}},
+        )
+    )
+    status = space.until_ready("host")
+    assert status["ranks"]["summary"] == "4/4"
+    pods = space.pods("host")
+    assert len({pod["spec"]["nodeName"] for pod in pods.values()}) == len(pods) == 2
+    assert all(pod["status"]["podIP"] == pod["status"]["hostIP"] for pod in pods.values())
+    for port in (18000, 18001):
+        assert space.complete("host", port=port)["usage"]["completion_tokens"] == 20
+
+
+def test_an_api_with_tls_is_asked_with_tls_by_probe_and_monitor(space: Space, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "tls.key", tmp_path / "tls.crt"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=engine"
+    subprocess.run(["openssl", *words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    space.create(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "tls"},
+            "type": "kubernetes.io/tls",
+            "data": {path.name: base64.b64encode(path.read_bytes()).decode() for path in (key, certificate)},
+        },
+        "secrets",
+    )
+    mount = {"name": "tls", "mountPath": "/tls", "readOnly": True}
+    space.create(
+        dpd(
+            "secure",
+            size=2,
+            args=["--ssl-keyfile", "/tls/tls.key", "--ssl-certfile", "/tls/tls.crt"],
+            engine={"scheme": "HTTPS"},
+            template={
+                "spec": {
+                    "containers": [{"name": "engine", "volumeMounts": [mount]}],
+                    "volumes": [{"name": "tls", "secret": {"secretName": "tls"}}],
+                }
+            },
+        )
+    )
+    space.until_ready("secure")
+    assert space.snapshot("secure")["apiReady"] is True
+    assert space.complete("https:secure")["usage"]["completion_tokens"] == 20
