@@ -221,7 +221,9 @@ def _error(response: aiohttp.ClientResponse, payload: bytes) -> ApiError:
         status = json.loads(payload)
         reason, message = status.get("reason", ""), status.get("message", "")
     except (ValueError, AttributeError):
-        reason, message = response.reason or "", payload.decode(errors="replace")[:500]
+        reason, message = response.reason or "", payload.decode(errors="replace").strip()[:500]
+        if response.status == 404:  # an answer of the API server's router, which knows no such path
+            message = "the cluster has no such kind of object: is its CustomResourceDefinition installed?"
     retry_after = response.headers.get("Retry-After", "")
     return ApiError(response.status, reason, message, float(retry_after) if retry_after.isdigit() else None)
 

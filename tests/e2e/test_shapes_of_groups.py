@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.kube import ENGINE_IMAGE, LABELS, RefusedError, Space, condition, dpd, identities, until
+from tests.e2e.kube import ENGINE_IMAGE, LABELS, Cluster, RefusedError, Space, condition, dpd, identities, until
 
 
 def test_a_dedicated_head_serves_without_running_a_rank(space: Space) -> None:
@@ -247,3 +249,84 @@ def test_an_api_with_tls_is_asked_with_tls_by_probe_and_monitor(space: Space, tm
     space.until_ready("secure")
     assert space.snapshot("secure")["apiReady"] is True
     assert space.complete("https:secure")["usage"]["completion_tokens"] == 20
+
+
+# As much of the two kinds' schemas as there is in both CRDs, written down from their documentation.
+GANGS = {
+    "Volcano": ("scheduling.volcano.sh", "v1beta1", {"minMember": "integer", "queue": "string"}),
+    "Coscheduling": ("scheduling.x-k8s.io", "v1alpha1", {"minMember": "integer", "scheduleTimeoutSeconds": "integer"}),
+}
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+
+
+@pytest.fixture
+def install_gangs(cluster: Cluster) -> Iterator[Callable[[str], str]]:
+    """Installs the CRD of a gang scheduler for one test; gives the path of its objects."""
+    made = []
+
+    def install(kind: str) -> str:
+        group, version, fields = GANGS[kind]
+        spec = {"type": "object", "properties": {name: {"type": typ} for name, typ in fields.items()}}
+        crd: Any = {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": f"podgroups.{group}"},
+            "spec": {
+                "group": group,
+                "scope": "Namespaced",
+                "names": {
+                    "kind": "PodGroup",
+                    "listKind": "PodGroupList",
+                    "plural": "podgroups",
+                    "singular": "podgroup",
+                },
+                "versions": [
+                    {
+                        "name": version,
+                        "served": True,
+                        "storage": True,
+                        "schema": {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}},
+                    }
+                ],
+            },
+        }
+        if kind == "Coscheduling":  # a protected group: its CRDs say who let them in
+            crd["metadata"]["annotations"] = {"api-approved.kubernetes.io": "unapproved, for a test"}
+        cluster.call("POST", CRDS, crd)
+        made.append(f"{CRDS}/podgroups.{group}")
+        return f"/apis/{group}/{version}"
+
+    yield install
+    for path in made:
+        cluster.call("DELETE", path)
+
+
+@pytest.mark.parametrize("kind", GANGS)
+def test_a_gang_waits_for_its_schedulers_kind_exists_before_its_pods_and_goes_with_them(
+    space: Space, install_gangs: Callable[[str], str], kind: str
+) -> None:
+    """The default scheduler places the pods: gang schedulers are not run here. kserve#6043."""
+    template = {"spec": {"schedulerName": "default-scheduler"}}
+    space.create(dpd("gang", size=2, scheduling={"podGroup": kind}, template=template))
+    until(
+        "the status says that the kind is missing",
+        lambda: space.group("gang")["waitingFor"],
+        lambda text: "PodGroup" in text and "is its CustomResourceDefinition installed?" in text,
+        within_s=20,
+    )
+    assert not space.pods("gang")
+    path = f"{install_gangs(kind)}/namespaces/{space.name}/podgroups"
+    space.until_ready("gang")
+
+    def gangs() -> Any:
+        return space.cluster.call("GET", path)["items"]
+
+    (gang,) = gangs()
+    assert gang["spec"]["minMember"] == 2
+    created = gang["metadata"]["creationTimestamp"]
+    assert all(pod["metadata"]["creationTimestamp"] >= created for pod in space.pods("gang").values())
+    for pod in space.pods("gang").values():
+        named = {**pod["metadata"]["labels"], **pod["metadata"].get("annotations", {})}
+        assert gang["metadata"]["name"] in named.values()
+    space.delete("dataparalleldeployments", "gang")
+    until("the gang is gone", gangs, lambda found: not found, within_s=60)

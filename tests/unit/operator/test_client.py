@@ -6,6 +6,8 @@ from typing import Any
 
 import kopf
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from dp_operator import client
 from dp_operator.plan import covers
@@ -30,3 +32,16 @@ async def test_listed_objects_are_like_those_of_a_watch_so_that_a_restart_repair
     assert [item["metadata"]["name"] for item in found] == ["a", "b"]
     intent = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "a"}}
     assert covers(found[0], intent)
+
+
+async def test_a_kind_that_the_cluster_does_not_have_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gang scheduler that is not installed: the API server's router answers in plain text."""
+    server = TestServer(web.Application())
+    await server.start_server()
+    try:
+        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
+        async with client.Client() as api:
+            with pytest.raises(client.ApiError, match="is its CustomResourceDefinition installed"):
+                await api.request("POST", "/apis/scheduling.volcano.sh/v1beta1/namespaces/ns/podgroups", body={})
+    finally:
+        await server.close()
