@@ -47,7 +47,12 @@ def connect_socket(
 
 
 def prepare(socket: zmq.Socket[bytes]) -> None:
-    """Never block and never drop: vLLM's sockets have no high-water mark."""
+    """Never block and never drop: vLLM's sockets have no high-water mark.
+
+    Unlike vLLM's, ours let many ranks connect at once: a queue of 100 overflows with a thousand, and TCP asks again
+    only after a second.
+    """
+    socket.setsockopt(zmq.BACKLOG, 4096)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 

@@ -19,6 +19,7 @@ RPC_BASE_PATH_ENV = "VLLM_RPC_BASE_PATH"
 MASTER_PORT_ENV = "VLLM_DP_MASTER_PORT"
 READY_TIMEOUT_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
 SHUTDOWN_TIMEOUT_ENV = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+SCALE_UP_ENV = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 KEEP_ALIVE_ENV = "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"
 _NUMBERS = (READY_TIMEOUT_ENV, SHUTDOWN_TIMEOUT_ENV, KEEP_ALIVE_ENV, MASTER_PORT_ENV, "VLLM_SERVER_DEV_MODE")
 _RESERVED_PORTS = 10
@@ -34,6 +35,8 @@ def check(env: Mapping[str, str]) -> None:
     for name in _NUMBERS:
         if (value := env.get(name, "")) and not value.isdecimal():
             raise ValueError(f"{name} must be a number, not {value!r}")
+    if env.get(SCALE_UP_ENV, "0") not in {"", "0"}:
+        raise ValueError(f"{SCALE_UP_ENV} asks for a rank that joins a running group: the stand-in engine has none")
     folder = env.get(RPC_BASE_PATH_ENV)
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise ValueError(f"{RPC_BASE_PATH_ENV} {folder!r} is no folder that can be written to")

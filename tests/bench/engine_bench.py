@@ -1,12 +1,13 @@
 """Our front end and our handshake beside vLLM's, with the same stand-in ranks, in one run.
 
-    python tests/bench/engine_bench.py [--ranks 8] [--requests 800] [--rounds 3] [--write]
+    python tests/bench/engine_bench.py [--ranks 8] [--requests 800] [--rounds 7] [--only handshake] [--write]
 
 Requests: `--ranks` dense stand-in ranks that answer as fast as they can, first led by `dp-engine serve`, then by vLLM
 0.32's `serve` (one API server each, a tiny model's tokenizer at vLLM's). One client process asks for completions of
 eight tokens, one at a time (latency) and 32 at a time (throughput). Handshake: ranks are DEALERs in one process that
-say HELLO, wait for INIT, say READY and close; time runs from the first HELLO to the last READY at the head. Rounds
-alternate. Everything shares this machine. Prints Markdown; `--write` puts it into docs/compatibility.md.
+say HELLO, wait for INIT, say READY and close; time runs from the first HELLO to the last READY at the head. Both heads
+take turns; a ratio is the median of the pairs' ratios. Everything shares this machine. Prints Markdown; `--write` puts
+it into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ import zmq  # noqa: E402
 from dp_engine.front_end import run_handshake  # noqa: E402
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Init  # noqa: E402
 from dp_engine.processes import Stopper  # noqa: E402
-from tests.component.handshake.play import HELLO, READY, many_sockets  # noqa: E402
+from tests.bench.ranks import be_all_ranks  # noqa: E402
 from tests.conformance import environment, report  # noqa: E402
 from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Vllm, free_port  # noqa: E402
 
 TOKENS = 8
 AT_ONCE = 32
+PAGE = REPOSITORY / "docs" / "performance.md"
 SIZES = (1024, 4096)
 Heads = dict[str, Callable[[Bed, int, int], None]]
 
@@ -136,6 +138,7 @@ def our_head(pipe: Connection, port: int, size: int) -> None:
         remote_headless=True,
         config_hash=None,
     )
+    begun_s = time.process_time()
     pipe.send("listening")
     run_handshake(
         machine,
@@ -145,36 +148,15 @@ def our_head(pipe: Connection, port: int, size: int) -> None:
         stopper=Stopper(),
         fault_list=(),
     )
-    pipe.send(time.monotonic())
+    pipe.send((time.monotonic(), time.process_time() - begun_s))
 
 
-def all_ranks(pipe: Connection, port: int, size: int) -> None:
-    with many_sockets() as context:
-        pipe.send("up")
-        pipe.recv()
-        pipe.send(time.monotonic())
-        sockets = []
-        for rank in range(size):
-            sock = context.socket(zmq.DEALER)
-            sock.set(zmq.IDENTITY, rank.to_bytes(2, "little"))
-            sock.set(zmq.LINGER, 5000)
-            sock.connect(f"tcp://127.0.0.1:{port}")
-            sock.send(HELLO)
-            sockets.append(sock)
-        for sock in sockets:
-            sock.recv()
-        for sock in sockets:
-            sock.send(READY)
-            sock.close()
-        pipe.recv()
-
-
-def measure_handshake(vllm: Vllm | None, size: int) -> float:
-    """Seconds from the first HELLO to the last READY; None is our head."""
+def measure_handshake(vllm: Vllm | None, size: int) -> tuple[float, float]:
+    """(seconds from the first HELLO to the last READY, CPU seconds of the head meanwhile); None is our head."""
     spawn = multiprocessing.get_context("spawn")
     port = free_port()
     rank_pipe, rank_end = spawn.Pipe()
-    processes = [spawn.Process(target=all_ranks, args=(rank_end, port, size))]
+    processes = [spawn.Process(target=be_all_ranks, args=(rank_end, port, size))]
     with tempfile.TemporaryDirectory(prefix="b") as directory:
         bed = Bed(Path(directory))
         try:
@@ -190,9 +172,9 @@ def measure_handshake(vllm: Vllm | None, size: int) -> float:
             rank_pipe.recv()
             rank_pipe.send("go")
             started = float(rank_pipe.recv())
-            ended = float(head_pipe.recv() if vllm is None else case.message("done", within_s=120))
+            ended, cpu_s = head_pipe.recv() if vllm is None else case.message("done", within_s=120)
             rank_pipe.send("end")
-            return ended - started
+            return ended - started, cpu_s
         finally:
             bed.stop()
             for process in processes:
@@ -203,17 +185,19 @@ def measure_handshake(vllm: Vllm | None, size: int) -> float:
 
 def compare_handshakes(vllm: Vllm, *, rounds: int) -> str:
     lines = [
-        f"| handshake, HELLO to last READY, median of {rounds} | our loop | vLLM {WHOLE}'s loop | ours / vLLM's |",
+        f"| handshake, median of {rounds} pairs | our loop | vLLM {WHOLE}'s loop | ours / vLLM's |",
         "|---|---|---|---|",
     ]
     for size in SIZES:
-        ours: list[float] = []
-        theirs: list[float] = []
+        pairs = []
         for number in range(rounds):
-            for one in (None, vllm) if number % 2 == 0 else (vllm, None):
-                (ours if one is None else theirs).append(measure_handshake(one, size))
-        one, other = statistics.median(ours), statistics.median(theirs)
-        lines.append(f"| {size:,} ranks | {one:.2f} s | {other:.2f} s | {one / other:.2f} |")
+            order = (None, vllm) if number % 2 == 0 else (vllm, None)
+            found = {one: measure_handshake(one, size) for one in order}
+            pairs.append((found[None], found[vllm]))
+        for column, what in enumerate(("HELLO to last READY", "CPU of the head")):
+            one, other = (statistics.median(pair[side][column] for pair in pairs) for side in (0, 1))
+            ratio = statistics.median(ours[column] / theirs[column] for ours, theirs in pairs)
+            lines.append(f"| {size:,} ranks, {what} | {one:.2f} s | {other:.2f} s | {ratio:.2f} |")
     return "\n".join(lines)
 
 
@@ -221,8 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--requests", type=int, default=800)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/compatibility.md")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=["handshake", "requests"])
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     options = parser.parse_args()
     root = environment.place()
     if not root.exists():
@@ -231,15 +216,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="b") as directory:
         vllm = Vllm(root, Path(directory))
         try:
-            handshakes = compare_handshakes(vllm, rounds=options.rounds)
+            measures = {
+                "handshake": lambda: compare_handshakes(vllm, rounds=options.rounds),
+                "requests": lambda: compare_requests(vllm, ranks=options.ranks, requests=options.requests),
+            }
+            for name, measure in measures.items():
+                if options.only in {None, name}:
+                    table = measure()
+                    print(f"{table}\n", flush=True)
+                    if options.write:
+                        PAGE.write_text(report.replace_region(PAGE.read_text(), f"bench {name}", table))
         finally:
             vllm.stop()
-        print(handshakes, flush=True)
-        requests = compare_requests(vllm, ranks=options.ranks, requests=options.requests)
-        print(f"\n{requests}")
-    if options.write:
-        body = f"{requests}\n\n{handshakes}"
-        report.PAGE.write_text(report.replace_region(report.PAGE.read_text(), "bench", body))
 
 
 if __name__ == "__main__":

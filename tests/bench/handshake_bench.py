@@ -25,9 +25,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import zmq  # noqa: E402
 
 from dp_handshake.messages import LaunchPlan, WorkerSet  # noqa: E402
+from tests.bench.ranks import be_all_ranks  # noqa: E402
 from tests.component.handshake.play import (  # noqa: E402
-    HELLO,
-    READY,
     RelayProcess,
     address_of,
     free_ports,
@@ -51,28 +50,6 @@ def head(pipe: Connection, port: int, size: int) -> None:
         pipe.send(time.monotonic())
 
 
-def ranks(pipe: Connection, port: int, size: int) -> None:
-    """Be all ranks."""
-    with many_sockets() as context:
-        pipe.send("up")
-        pipe.recv()
-        pipe.send(time.monotonic())
-        sockets = []
-        for rank in range(size):
-            sock = context.socket(zmq.DEALER)
-            sock.set(zmq.IDENTITY, rank.to_bytes(2, "little"))
-            sock.set(zmq.LINGER, 5000)
-            sock.connect(f"tcp://{address_of(rank // RANKS_PER_POD)}:0;127.0.0.1:{port}")
-            sock.send(HELLO)
-            sockets.append(sock)
-        for sock in sockets:
-            sock.recv()
-        for sock in sockets:
-            sock.send(READY)
-            sock.close()
-        pipe.recv()
-
-
 def measure(size: int, *, relay: bool) -> float:
     """Give the seconds of one handshake."""
     pods = size // RANKS_PER_POD
@@ -88,7 +65,9 @@ def measure(size: int, *, relay: bool) -> float:
     rank_pipe, rank_end = spawn.Pipe()
     processes = [
         spawn.Process(target=head, args=(head_end, plan.rpc_port + 1, size)),
-        spawn.Process(target=ranks, args=(rank_end, plan.rpc_port if relay else plan.rpc_port + 1, size)),
+        spawn.Process(
+            target=be_all_ranks, args=(rank_end, plan.rpc_port if relay else plan.rpc_port + 1, size, RANKS_PER_POD)
+        ),
     ]
     sidecar: RelayProcess | None = None
     with tempfile.TemporaryDirectory() as directory:

@@ -237,12 +237,27 @@ def test_an_init_that_is_no_init_ends_the_rank(head):
     assert "missing required field `parallel_config`" in head.worker.log()
 
 
-def test_a_rank_outlives_its_head(head):
+def test_a_rank_outlives_its_head_and_answers_whoever_takes_its_place(head, wait):
     head.start()
     head.first_frame()
     head.ready()
+    addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for socket in (head.inputs, head.outputs)]
     head.close()
-    time.sleep(0.5)
+    head.context = zmq.Context()
+    head.inputs, head.outputs = (
+        head.bound(kind, address) for kind, address in zip((zmq.ROUTER, zmq.PULL), addresses, strict=True)
+    )
+    head.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+    def asks():
+        try:
+            head.send(wire.UTILITY, wire.encode([0, 1, "is_sleeping", []]))
+        except zmq.ZMQError:
+            return False  # the rank has not come back yet
+        return True
+
+    wait(asks, within_s=10, last=head.worker.log)
+    assert head.answer()[1] is None
     assert head.worker.popen.poll() is None
 
 

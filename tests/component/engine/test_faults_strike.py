@@ -44,7 +44,7 @@ def test_a_late_head_is_waited_for(bed):
 def test_a_rank_that_hangs_before_ready_keeps_everyone_waiting(bed):
     head, worker = group(bed, "hang-before-ready")
     worker.wait_for("FAULT hang-before-ready strikes")
-    time.sleep(0.3)
+    head.wait_for("READY sent")  # the other rank is through
     assert bed.health() is None
     assert head.popen.poll() is None
 

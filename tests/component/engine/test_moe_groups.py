@@ -1,13 +1,13 @@
 """MoE groups: ranks that step together and find each other at rank 0's address."""
 
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import uuid
 
 import pytest
+
+from tests.component import namespaces
 
 
 def pair(bed, *argv):
@@ -85,25 +85,16 @@ def two_machines():
     """Two network namespaces joined by a cable: (first namespace, its address, second namespace)."""
     if os.geteuid() != 0:
         pytest.skip("needs root to make network namespaces")
-    assert shutil.which("ip"), "ip is missing: apt-get install iproute2"
     tag = uuid.uuid4().hex[:6]
     first, second = f"dpe-{tag}-a", f"dpe-{tag}-b"
-
-    def ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
     try:
-        ip("netns", "add", first)
-        ip("netns", "add", second)
-        ip("link", "add", f"dpa{tag}", "netns", first, "type", "veth", "peer", "name", f"dpb{tag}", "netns", second)
-        for namespace, link, address in ((first, f"dpa{tag}", "198.18.77.1"), (second, f"dpb{tag}", "198.18.77.2")):
-            ip("-n", namespace, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", namespace, "link", "set", link, "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
+        namespaces.add(first, second)
+        namespaces.connect(first, "eth0", second, "eth0")
+        namespaces.address(first, "eth0", "198.18.77.1")
+        namespaces.address(second, "eth0", "198.18.77.2")
         yield first, "198.18.77.1", second
     finally:
-        for namespace in (first, second):
-            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+        namespaces.delete(first, second)
 
 
 def start_on(bed, machines, *argv, local):

@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from tests.component.engine.conftest import free_port
 
 ENGINE_PATH = str(Path(__file__).parents[3] / "engine_image")
 
@@ -45,6 +48,24 @@ def test_ranks_split_the_prompts_and_results_come_back_in_order(tmp_path, versio
     assert {len(item["text"]) for item in found} == {7}
     assert run.stderr.count("Joined the data-parallel group of 2") == 2
     assert "DPCoordinator" not in run.stderr
+
+
+def test_ranks_of_two_nodes_meet_at_the_same_master(tmp_path):
+    port = str(free_port())
+    folders = [tmp_path / str(node) for node in range(2)]
+    found = []
+
+    def node(number):
+        folders[number].mkdir()
+        where = ("--nnodes", "2", "--node-rank", str(number), "--dp-master-port", port)
+        found.append([item["rank"] for item in results(offline(folders[number], "-dp", "4", "--moe", *where))])
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [[0, 0, 1], [2, 3]]
 
 
 def test_a_rank_without_a_prompt_keeps_in_step(tmp_path):

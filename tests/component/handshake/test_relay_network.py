@@ -6,9 +6,7 @@ the worker is given 10.77.2.1 as the head's address; nat rewrites it to 10.77.1.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,20 +20,15 @@ import pytest
 import zmq
 
 from dp_handshake import proctcp
+from tests.component import namespaces
 from tests.component.handshake.play import HELLO, READY, REPOSITORY, Group, Head, Rank, many_sockets
+from tests.component.namespaces import inside, run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces and NAT need root")
 
 Make = Callable[..., Group]
 HEAD, NAT, WORKER = (f"dph{os.getpid()}{name}" for name in "hnw")
 HEAD_IP, WORKER_IP, VIRTUAL_IP = "10.77.1.2", "10.77.2.2", "10.77.2.1"
-CLONE_NEWNET = 0x40000000
-
-
-def run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
-    return done.stdout
 
 
 def sysctl(namespace: str, name: str, value: int) -> None:
@@ -43,37 +36,17 @@ def sysctl(namespace: str, name: str, value: int) -> None:
         Path("/proc/sys", name.replace(".", "/")).write_text(f"{value}\n")
 
 
-@contextmanager
-def inside(namespace: str) -> Iterator[None]:
-    """Let this thread's new sockets, threads and processes live in a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{namespace}") as target:
-        assert libc.setns(target.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        try:
-            yield
-        finally:
-            assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
-
-
 @pytest.fixture
 def network() -> Iterator[None]:
-    for program in ("ip", "iptables"):
-        assert shutil.which(program), f"{program} is missing: apt-get install iptables iproute2"
     try:
-        for namespace in (HEAD, NAT, WORKER):
-            run("ip", "netns", "add", namespace)
-            run("ip", "-n", namespace, "link", "set", "lo", "up")
-        for inner, outer, inner_ip, outer_ip, letter in (
-            (HEAD, NAT, HEAD_IP, "10.77.1.1", "h"),
-            (WORKER, NAT, WORKER_IP, VIRTUAL_IP, "w"),
+        namespaces.add(HEAD, NAT, WORKER)
+        for inner, inner_ip, outer_ip, port in (
+            (HEAD, HEAD_IP, "10.77.1.1", "to-h"),
+            (WORKER, WORKER_IP, VIRTUAL_IP, "to-w"),
         ):
-            run(
-                "ip", "-n", outer, "link", "add", f"to-{letter}", "type", "veth", "peer", "name", "eth0", "netns", inner
-            )
-            run("ip", "-n", outer, "addr", "add", f"{outer_ip}/24", "dev", f"to-{letter}")
-            run("ip", "-n", outer, "link", "set", f"to-{letter}", "up")
-            run("ip", "-n", inner, "addr", "add", f"{inner_ip}/24", "dev", "eth0")
-            run("ip", "-n", inner, "link", "set", "eth0", "up")
+            namespaces.connect(NAT, port, inner, "eth0")
+            namespaces.address(NAT, port, outer_ip)
+            namespaces.address(inner, "eth0", inner_ip)
             run("ip", "-n", inner, "route", "add", "default", "via", outer_ip)
         sysctl(NAT, "net.ipv4.ip_forward", 1)
         iptables("-t", "nat", "-A", "PREROUTING", "-d", VIRTUAL_IP, "-p", "tcp", "-j", "DNAT", "--to", HEAD_IP)
@@ -82,8 +55,7 @@ def network() -> Iterator[None]:
         sysctl(NAT, "net.netfilter.nf_conntrack_tcp_loose", 0)
         yield
     finally:
-        for namespace in (HEAD, NAT, WORKER):
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+        namespaces.delete(HEAD, NAT, WORKER)
 
 
 def iptables(*words: str) -> None:

@@ -6,7 +6,6 @@ operator renders is what runs: launch plan and environment are taken from it.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
@@ -27,30 +26,14 @@ import yaml
 
 from dp_handshake.messages import Snapshot
 from dp_operator import api, naming, preview, render
+from tests.component import namespaces
+from tests.component.namespaces import inside, run
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = render.Settings(relay_image="relay:1")
-CLONE_NEWNET = 0x40000000
 START_S = 60.0
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-
-
-def run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
-
-
-@contextmanager
-def inside(namespace: str) -> Iterator[None]:
-    """Let this thread's new sockets live in a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{namespace}") as target:
-        assert libc.setns(target.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        try:
-            yield
-        finally:
-            assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
 
 
 class Group:
@@ -70,7 +53,7 @@ class Group:
     def start(self) -> None:
         head = naming.head_name(self.inc.base)
         pods = [head, *render.worker_pods(self.cr.spec, self.inc.base)]
-        run("ip", "netns", "add", self._bridge)
+        namespaces.add(self._bridge)
         run("ip", "-n", self._bridge, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", self._bridge, "link", "set", "br0", "up")
         for number, pod in enumerate(pods):
@@ -90,13 +73,10 @@ class Group:
     def _add(self, pod: str, number: int) -> None:
         namespace = self.namespaces[pod] = f"dpm{os.getpid()}p{number}"
         self.addresses[pod] = f"10.79.0.{number + 10}"
-        run("ip", "netns", "add", namespace)
-        link = ["link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", namespace]
-        run("ip", "-n", self._bridge, *link)
+        namespaces.add(namespace)
+        namespaces.connect(self._bridge, f"p{number}", namespace, "eth0")
         run("ip", "-n", self._bridge, "link", "set", f"p{number}", "master", "br0", "up")
-        run("ip", "-n", namespace, "addr", "add", f"{self.addresses[pod]}/24", "dev", "eth0")
-        for device in ("eth0", "lo"):
-            run("ip", "-n", namespace, "link", "set", device, "up")
+        namespaces.address(namespace, "eth0", self.addresses[pod])
 
     def _environment(self, pod: str) -> dict[str, str]:
         """What the kubelet makes of the rendered environment."""
@@ -190,7 +170,7 @@ class Group:
             for pid in listed.stdout.split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+            namespaces.delete(namespace)
         for tmp in self._short:
             shutil.rmtree(tmp, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """vLLM's own handshake loop with many remote ranks that other processes play.
 
 A case of `release.py`: `{"kind": "handshake_cost", "size": 1024, "port": 29550}`. Prints `{"listening": port}`, and
-when the last rank is READY `{"done": monotonic seconds}`.
+when the last rank is READY `{"done": [monotonic seconds, CPU seconds since]}`.
 """
 
 from __future__ import annotations
@@ -37,5 +37,6 @@ def run(settings: dict[str, Any]) -> None:
         ),
     }
     say(listening=port)
+    begun_s = time.process_time()
     utils.wait_for_engine_startup(**accepted(utils.wait_for_engine_startup, arguments))
-    say(done=time.monotonic())
+    say(done=[time.monotonic(), time.process_time() - begun_s])

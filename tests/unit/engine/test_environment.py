@@ -23,6 +23,7 @@ from dp_engine.versions import wire_of
     [
         ({"VLLM_PORT": "tcp://10.96.0.7:80"}, "appears to be a URI"),
         ({"VLLM_ENGINE_READY_TIMEOUT_S": "ten"}, "VLLM_ENGINE_READY_TIMEOUT_S must be a number"),
+        ({"VLLM_ELASTIC_EP_SCALE_UP_LAUNCH": "1"}, "asks for a rank that joins a running group"),
         ({"VLLM_RPC_BASE_PATH": "/nowhere"}, "is no folder that can be written to"),
         ({"VLLM_RPC_BASE_PATH": "/" * 91}, "too long"),
         ({"VLLM_DP_MASTER_PORT": "tcp://10.96.0.7:80"}, "VLLM_DP_MASTER_PORT must be a number"),
