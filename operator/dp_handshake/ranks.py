@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 
@@ -39,6 +40,7 @@ def parse_ranks(text: str) -> set[int]:
     return ranks
 
 
+@functools.lru_cache(maxsize=4096)
 def count_ranks(text: str) -> int:
     """Number of ranks in a range string, also in one that format_ranks had to cut."""
     listed, _, cut = text.partition("…+")

@@ -6,6 +6,8 @@ fields cannot break it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -150,7 +152,7 @@ class AnyObject(_Observed, frozen=True):
     metadata: Meta
 
 
-class IncarnationObjects(Struct, frozen=True, kw_only=True):
+class IncarnationObjects(Struct, frozen=True, kw_only=True, dict=True):
     """All objects that carry one incarnation's label and are really the custom resource's own.
 
     Labels can be copied together with the object that carries them, so they are only how an object is found. What is
@@ -173,7 +175,7 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
     # Every pod of the launch plan -> its first rank, head first. Empty while there is no plan.
     first_ranks: dict[str, int] = {}
 
-    @property
+    @functools.cached_property
     def pods(self) -> list[Pod]:
         return ([self.head] if self.head else []) + list(self.workers.values())
 
@@ -191,7 +193,7 @@ class IncarnationObjects(Struct, frozen=True, kw_only=True):
         everyone = self.plan is not None and self.plan.load_balancing != "Internal"
         return self.pods if everyone else [self.head] if self.head else []
 
-    @property
+    @functools.cached_property
     def serves(self) -> bool:
         """Whether every pod that should have an API is there and ready."""
         expected = len(self.first_ranks) if self.plan and self.plan.load_balancing != "Internal" else 1
@@ -219,7 +221,14 @@ class Picture(Struct, frozen=True, kw_only=True):
         return node is not None and node.lost
 
 
+Decoded = Pod | ServiceObject | AnyObject
 _TYPES: dict[str, Any] = {"Pod": Pod, "Service": ServiceObject}
+
+
+def decode(kind: str, raw: dict[str, Any]) -> Decoded:
+    """The typed subset of one object."""
+    typed: Decoded = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
+    return typed
 
 
 def observe(
@@ -227,6 +236,7 @@ def observe(
     objects: list[tuple[str, dict[str, Any]]],
     snapshots: dict[str, Snapshot],
     *,
+    decode: Callable[[str, dict[str, Any]], Decoded] = decode,
     strangers: dict[tuple[str, str], str] | None = None,
     refused: dict[str, str] | None = None,
     blocked: dict[str, str] | None = None,
@@ -244,7 +254,7 @@ def observe(
         labels = raw["metadata"].get("labels") or {}
         if labels.get(naming.LABEL_UID) != uid:
             continue
-        obj = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
+        obj = decode(kind, raw)
         name = obj.metadata.name
         is_worker = kind == "Pod" and labels.get(naming.LABEL_ROLE) != naming.HEAD
         # A pod without any owner was orphaned: nobody but us will ever take it away.
@@ -279,14 +289,12 @@ def observe(
             part["rpc_service"] = obj
         elif kind == "ConfigMap" and name == base:
             part["config_map"] = obj
-            part["plan"] = plan = msgspec.json.decode(raw["data"]["plan.json"], type=LaunchPlan | None)
-            if plan:
-                part["first_ranks"] = {plan.head_pod: 0, **worker_first_ranks(plan.workers)}
+            part["plan"], part["first_ranks"] = _launch_plan(raw["data"]["plan.json"])
         elif kind == "PodDisruptionBudget" and name == base:
             part["budget"] = obj
             kept[kind, name] = raw
     for part in parts.values():
-        part["workers"] = _own_workers(part["workers"], part["stateful_sets"], part.get("plan"))
+        part["workers"] = _own_workers(part["workers"], part["stateful_sets"], part.get("first_ranks"))
     return Picture(
         incarnations={
             key: IncarnationObjects(id=key, snapshot=snapshots.get(key), **part) for key, part in parts.items()
@@ -299,14 +307,20 @@ def observe(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _launch_plan(text: str) -> tuple[LaunchPlan | None, dict[str, int]]:
+    """A launch plan, which never changes, and the first rank of each of its pods."""
+    plan = msgspec.json.decode(text, type=LaunchPlan | None)
+    return plan, {plan.head_pod: 0, **worker_first_ranks(plan.workers)} if plan else {}
+
+
 def _controlled_by(uid: str, meta: Meta) -> bool:
     return any(owner.controller and owner.uid == uid for owner in meta.owner_references)
 
 
-def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], plan: LaunchPlan | None) -> dict[str, Pod]:
+def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], planned: dict[str, int] | None) -> dict[str, Pod]:
     """Pods of the incarnation's StatefulSets, and pods of one that is gone, which only their names tell."""
     owners = {stateful_set.metadata.uid for stateful_set in sets.values()}
-    planned = worker_first_ranks(plan.workers) if plan else None
 
     def is_own(pod: Pod) -> bool:
         meta = pod.metadata
@@ -315,7 +329,7 @@ def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], plan: LaunchP
         stateful_set = meta.name.rpartition("-")[0]
         if meta.owner_references and stateful_set in sets:
             return False
-        if planned is not None:
+        if planned:
             return meta.name in planned
         labels = meta.labels
         base = naming.base_name(
@@ -336,6 +350,7 @@ def worker_first_ranks(sets: list[WorkerSet]) -> dict[str, int]:
     return dict(sorted(pods.items(), key=lambda item: item[1]))
 
 
+@functools.lru_cache(maxsize=4096)
 def seconds(timestamp: str | None) -> float | None:
     """Seconds since the epoch of a Kubernetes timestamp, or None where there is none."""
     if not timestamp:
@@ -345,6 +360,9 @@ def seconds(timestamp: str | None) -> float | None:
 
 def timestamp(at: float | None) -> str | None:
     """Kubernetes timestamp (UTC, whole seconds) of seconds since the epoch."""
-    if at is None:
-        return None
-    return datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if at is None else _timestamp(int(at))
+
+
+@functools.lru_cache(maxsize=256)
+def _timestamp(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -819,12 +819,8 @@ def covers(existing: Any, intent: Any) -> bool:
     """Whether everything intended is there. What the API server or others added does not count as a difference."""
     if existing == intent:
         return True
-    if isinstance(intent, dict):
-        return isinstance(existing, dict) and all(covers(existing.get(key), value) for key, value in intent.items())
-    if isinstance(intent, list):
-        return (
-            isinstance(existing, list)
-            and len(existing) == len(intent)
-            and all(covers(e, i) for e, i in zip(existing, intent, strict=True))
-        )
+    if isinstance(intent, dict) and isinstance(existing, dict):
+        return all(map(covers, map(existing.get, intent), intent.values()))
+    if isinstance(intent, list) and isinstance(existing, list):
+        return len(existing) == len(intent) and all(map(covers, existing, intent))
     return False

@@ -97,9 +97,9 @@ class Queue(Generic[K]):
                 self._active.add(key)
                 return key
             self._wake.clear()
-            timeout = self._heap[0][0] - now if self._heap else None
+            timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._wake.set) if self._heap else None
             try:
-                async with asyncio.timeout(timeout):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+                await self._wake.wait()
+            finally:
+                if timer:
+                    timer.cancel()

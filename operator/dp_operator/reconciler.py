@@ -216,6 +216,7 @@ class Reconciler:
             uid,
             self.cache.owned(uid),
             self._monitors.snapshots,
+            decode=self.cache.decoded,
             strangers=dict(self._strangers.get(uid, {})),
             refused=self._refused,
             blocked=self._blocked,
@@ -388,6 +389,8 @@ class Reconciler:
 
     async def _act(self, uid: str, decided: Plan) -> bool:
         """Carry out the sequences, none of which waits for another. True if anything was done."""
+        if not decided.sequences:
+            return False
         results = await asyncio.gather(*(self._run(uid, steps) for steps in decided.sequences), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):

@@ -71,19 +71,19 @@ def build(
         _drain_blocked(cr, picture, entries, wanted),
         _version_assumed(cr, installed_version(current, revision, token)),
     ]
-    return bounded(
-        Status(
-            observed_generation=cr.metadata.generation,
-            selector=naming.selector(cr),
-            replicas=len(_groups([entry for entry in entries if entry.state != "Waiting"])),
-            ready_replicas=len(_groups(serving)),
-            updated_replicas=len(_groups([e for e in current if rollout.alive(e) and e.revision == revision])),
-            available_replicas=len(_groups(serving)),
-            ranks=ranks,
-            groups=entries,
-            conditions=_with_times(conditions, cr, now),
-        )
+    built = Status(
+        observed_generation=cr.metadata.generation,
+        selector=naming.selector(cr),
+        replicas=len(_groups([entry for entry in entries if entry.state != "Waiting"])),
+        ready_replicas=len(_groups(serving)),
+        updated_replicas=len(_groups([e for e in current if rollout.alive(e) and e.revision == revision])),
+        available_replicas=len(_groups(serving)),
+        ranks=ranks,
+        groups=entries,
+        conditions=_with_times(conditions, cr, now),
     )
+    # The API server took an unchanged one before.
+    return built if built == cr.status else bounded(built)
 
 
 def bounded(status: Status) -> Status:

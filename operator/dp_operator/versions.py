@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from dp_operator.api import Spec
@@ -13,6 +14,7 @@ _VLLM_REPOSITORIES = re.compile(r"(^|/)vllm/vllm-[a-z0-9-]+$|(^|/)vllm-(openai|c
 _VERSION_TAG = re.compile(r"^v?(\d+\.\d+(?:\.\d+)?)(?:[.-]?(?:post|rc)\d+)?(?:-.*)?$")
 
 
+@functools.lru_cache(maxsize=1024)
 def from_image(image: str) -> str | None:
     """Version that the tag of a vllm/vllm-openai-like image names ("0.32.0"), or None.
 

@@ -627,7 +627,7 @@ async def _play(history: History, trace: list[str]) -> tuple[str, int]:
 async def _rest(world: World, broken: list[str], complaints: Complaints) -> str:
     calm_since: float | None = None
     while True:
-        await asyncio.sleep(2)
+        await asyncio.sleep(5)
         now = world.cluster.now
         if broken or complaints.found:
             return (broken + complaints.found)[0]
