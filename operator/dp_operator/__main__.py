@@ -25,8 +25,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dp_operator import handlers, metrics, preview
+from dp_operator.cache import Key
 from dp_operator.client import ApiError, Client
 from dp_operator.lease import Lease
+from dp_operator.queue import Queue
 from dp_operator.reconciler import Reconciler
 from dp_operator.render import Settings
 
@@ -35,7 +37,7 @@ log = logging.getLogger("dp_operator")
 WORKERS = 4
 METRICS_PORT = 8080
 HEALTH_PORT = 8081
-# A key that waits this long for a worker means that the workers hang.
+# A key that waits this long for a worker, or is with one, means that workers hang. Every call has a limit of 30 s.
 STUCK_AFTER_S = 300.0
 
 
@@ -123,17 +125,25 @@ async def _watch(reconciler: Reconciler, namespaces: list[str], stop: asyncio.Ev
     )
 
 
+def health(queue: Queue[Key]) -> web.Response:
+    """Answer of /healthz: the kubelet starts the operator anew when its workers hang."""
+    if queue.oldest_age_s > STUCK_AFTER_S:
+        return web.Response(status=503, text=f"no worker has taken a key for {queue.oldest_age_s:.0f} s\n")
+    if queue.longest_visit_s > STUCK_AFTER_S:
+        return web.Response(status=503, text=f"a worker has been with its key for {queue.longest_visit_s:.0f} s\n")
+    return web.Response(text="ok\n")
+
+
 async def _serve(reconciler: Reconciler, ready: asyncio.Event, *, standby: bool) -> list[web.AppRunner]:
     async def healthz(_: web.Request) -> web.Response:
-        if reconciler.queue.oldest_age_s > STUCK_AFTER_S:
-            return web.Response(status=503, text="workers hang\n")
-        return web.Response(text="ok\n")
+        return health(reconciler.queue)
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if standby or ready.is_set() else web.Response(status=503, text="starting\n")
 
     async def scrape(_: web.Request) -> web.Response:
         metrics.QUEUE_DEPTH.set(len(reconciler.queue))
+        metrics.QUEUE_VISIT.set(reconciler.queue.longest_visit_s)
         metrics.QUEUE_AGE.set(reconciler.queue.oldest_age_s)
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -25,7 +25,7 @@ class Queue(Generic[K]):
 
     def __init__(self) -> None:
         self._ready: OrderedDict[K, float] = OrderedDict()  # key -> loop time it was added
-        self._active: set[K] = set()
+        self._active: dict[K, float] = {}  # key -> loop time a worker took it
         self._again: set[K] = set()
         self._due: dict[K, float] = {}  # key -> loop time
         self._heap: list[tuple[float, int, K]] = []
@@ -42,6 +42,13 @@ class Queue(Generic[K]):
         if not self._ready:
             return 0.0
         return asyncio.get_running_loop().time() - next(iter(self._ready.values()))
+
+    @property
+    def longest_visit_s(self) -> float:
+        """How long the slowest worker has been with its key: one that hangs inside a call keeps no other key waiting."""
+        if not self._active:
+            return 0.0
+        return asyncio.get_running_loop().time() - min(self._active.values())
 
     def add(self, key: K) -> None:
         """Handle the key as soon as a worker is free."""
@@ -79,7 +86,7 @@ class Queue(Generic[K]):
 
     def done(self, key: K) -> None:
         """The worker has finished with the key."""
-        self._active.discard(key)
+        self._active.pop(key, None)
         if key in self._again:
             self._again.discard(key)
             self.add(key)
@@ -94,7 +101,7 @@ class Queue(Generic[K]):
                     self.add(key)
             if self._ready:
                 key, _ = self._ready.popitem(last=False)
-                self._active.add(key)
+                self._active[key] = now
                 return key
             self._wake.clear()
             timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._wake.set) if self._heap else None

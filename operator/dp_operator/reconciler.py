@@ -13,6 +13,7 @@ import os
 import random
 import re
 import secrets
+import traceback
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
@@ -31,7 +32,7 @@ from dp_operator.observe import Picture, observe
 from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, failure_event, plan
 from dp_operator.queue import Queue
 from dp_operator.render import Settings
-from dp_operator.status import installed_version, is_progress
+from dp_operator.status import installed_version, is_progress, with_internal_error
 
 log = logging.getLogger(__name__)
 
@@ -185,13 +186,32 @@ class Reconciler:
                 delay = self.queue.retry(key)
                 RECONCILES.labels(result="error").inc()
                 log.warning("%s/%s: API server: %r; next try in %.1f s", *key, error, delay)
-            except Exception:
+            except Exception as error:
                 # A bug met by one object must not stop the others; the traceback is the report.
                 delay = self.queue.retry(key)
                 RECONCILES.labels(result="bug").inc()
                 log.exception("%s/%s: cannot be planned; next try in %.1f s", *key, delay)
+                await self._confess(key, error)
             finally:
                 self.queue.done(key)
+
+    async def _confess(self, key: Key, error: Exception) -> None:
+        """Say in the status that the operator has failed over a resource; whoever looks at it does not read our log."""
+        raw = self.cache.custom_resource(key)
+        if raw is None:
+            return
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        words = f"{type(error).__name__} in {os.path.basename(place.filename)}:{place.lineno}"
+        if isinstance(error, msgspec.ValidationError):
+            words += f": {error}"[:500]
+        status, generation = raw.get("status") or {}, raw["metadata"]["generation"]
+        said = with_internal_error(status, words, generation=generation, now=self._clock())
+        if said is status:
+            return
+        try:
+            self.cache.put(api.KIND, await self._client.put_status(raw | {"status": said}))
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as refusal:
+            log.warning("%s/%s: this could not be said in its status: %s", *key, refusal)
 
     def close(self) -> None:
         self._monitors.close()

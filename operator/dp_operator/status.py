@@ -96,6 +96,28 @@ def bounded(status: Status) -> Status:
     return status
 
 
+def with_internal_error(status: dict[str, Any], words: str, *, generation: int, now: float) -> dict[str, Any]:
+    """A status, as the API server has it, that says that the operator itself has failed over its resource.
+
+    It is not decoded, because that may be what fails. Unchanged where it says so already: saying it is no news.
+    """
+    message = (
+        f"the operator itself failed over this resource ({words}); its groups are left as they are. Please report it with "
+        "the traceback in the operator's log. It is tried again every minute, and at once when the spec changes"
+    )
+    before = {condition["type"]: condition for condition in status.get("conditions") or []}
+    old = before.get("Stalled", {})
+    new = {
+        "type": "Stalled",
+        "status": "True",
+        "reason": "InternalError",
+        "message": message,
+        "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == "True" else timestamp(now),
+        "observedGeneration": generation,
+    }
+    return status if new == old else status | {"conditions": list((before | {"Stalled": new}).values())}
+
+
 def _cut(value: Any, kind: inspect.Type) -> Any:
     match kind:
         case inspect.Metadata():

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from dp_operator.__main__ import STUCK_AFTER_S, health
 from dp_operator.queue import LONGEST_RETRY_S, Queue
 
 pytestmark = pytest.mark.looptime
@@ -80,3 +81,22 @@ async def test_the_api_servers_retry_after_is_honoured():
     queue.retry("a", at_least_s=30)
     await queue.get()
     assert clock() - start >= 30
+
+
+async def test_a_worker_that_hangs_inside_a_call_makes_the_operator_unhealthy_although_nothing_waits():
+    queue: Queue[tuple[str, str]] = Queue()
+    queue.add(("ns", "web"))
+    key = await queue.get()
+    assert health(queue).status == 200
+    await asyncio.sleep(STUCK_AFTER_S + 1)
+    assert health(queue).status == 503
+    queue.done(key)
+    assert health(queue).status == 200
+
+
+async def test_keys_that_no_worker_takes_make_the_operator_unhealthy():
+    queue: Queue[tuple[str, str]] = Queue()
+    queue.add(("ns", "web"))
+    assert health(queue).status == 200
+    await asyncio.sleep(STUCK_AFTER_S + 1)
+    assert health(queue).status == 503

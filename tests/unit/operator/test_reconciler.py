@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import secrets
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -113,30 +115,35 @@ class Server:
         return next(c for c in self.status()["conditions"] if c["type"] == kind)
 
 
-def operator(server: Server) -> Reconciler:
-    return Reconciler(server, SETTINGS, namespaces=[])  # type: ignore[arg-type]
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def made(server: Server) -> AsyncIterator[Reconciler]:
+    """An operator at work."""
+    reconciler = Reconciler(server, SETTINGS, namespaces=[])  # type: ignore[arg-type]
+    task = asyncio.create_task(reconciler.work())
+    yield reconciler
+    task.cancel()
+    reconciler.close()
 
 
 def show(made: Reconciler, resource: dict[str, Any]) -> None:
     made.seen(api.KIND, {"type": "MODIFIED", "object": resource})
 
 
-async def test_a_second_change_of_a_policy_is_applied_like_the_first():
-    server = Server()
-    made = operator(server)
+async def test_a_second_change_of_a_policy_is_applied_like_the_first(server: Server, made: Reconciler):
     show(made, server.resource(replicas=0))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     for generation, api_from in ((2, [{"podSelector": {"matchLabels": {"a": "1"}}}]), (3, [])):
         show(made, server.resource(replicas=0, generation=generation, networkPolicy={"apiFrom": api_from}))
         await asyncio.sleep(5)
-    task.cancel()
     assert len(server.objects["NetworkPolicy", "web"]["spec"]["ingress"]) == 2, "nobody may reach the API now"
 
 
-async def test_one_groups_refused_object_does_not_keep_another_groups_dead_head_alive():
-    server = Server()
-    made = operator(server)
+async def test_one_groups_refused_object_does_not_keep_another_groups_dead_head_alive(server: Server, made: Reconciler):
     create = server.create
 
     async def but_not_group_1(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
@@ -146,23 +153,17 @@ async def test_one_groups_refused_object_does_not_keep_another_groups_dead_head_
 
     server.create = but_not_group_1  # type: ignore[method-assign]
     show(made, server.resource(replicas=2))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     head = next(o for (kind, name), o in server.objects.items() if kind == "Pod" and "-0-" in name)
     ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z", "message": "x"}
     head["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
     made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(head)})
     await asyncio.sleep(10)
-    task.cancel()
-    made.close()
     assert f"delete Pod {head['metadata']['name']}" in server.calls
 
 
-async def test_an_object_that_lost_our_label_is_found_again_without_a_storm():
-    server = Server()
-    made = operator(server)
+async def test_an_object_that_lost_our_label_is_found_again_without_a_storm(server: Server, made: Reconciler):
     show(made, server.resource(replicas=0))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     before = copy.deepcopy(server.objects["Service", "web"])
     server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_MANAGED_BY] = "Helm"
@@ -170,33 +171,23 @@ async def test_an_object_that_lost_our_label_is_found_again_without_a_storm():
     server.calls.clear()
     made.seen("Service", {"type": "DELETED", "object": before})
     await asyncio.sleep(60)
-    task.cancel()
-    made.close()
     assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_MANAGED_BY] == naming.MANAGER
     assert len(server.calls) < 20, Counter(server.calls)
 
 
-async def test_a_pod_that_lost_our_label_is_deleted_rather_than_left_with_traffic():
-    server = Server()
-    made = operator(server)
+async def test_a_pod_that_lost_our_label_is_deleted_rather_than_left_with_traffic(server: Server, made: Reconciler):
     show(made, server.resource())
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     name = next(name for kind, name in server.objects if kind == "Pod")
     made.seen("Pod", {"type": "DELETED", "object": copy.deepcopy(server.objects["Pod", name])})
     await asyncio.sleep(5)
-    task.cancel()
-    made.close()
     assert f"delete Pod {name}" in server.calls
 
 
-async def test_a_taken_name_is_said_once_and_asked_about_without_writing():
-    server = Server()
+async def test_a_taken_name_is_said_once_and_asked_about_without_writing(server: Server, made: Reconciler):
     strange = {"kind": "Service", "metadata": {"name": "web", "namespace": "ns", "uid": "x", "labels": {}}, "spec": {}}
     server.objects["Service", "web"] = strange
-    made = operator(server)
     show(made, server.resource(replicas=0))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(10)
     assert server.condition("Stalled")["reason"] == "NameTaken"
     server.calls.clear()
@@ -204,17 +195,14 @@ async def test_a_taken_name_is_said_once_and_asked_about_without_writing():
     assert not [line for line in server.calls if not line.startswith("get ")], "only questions"
     del server.objects["Service", "web"]
     await asyncio.sleep(60)
-    task.cancel()
-    made.close()
     assert server.condition("Stalled")["status"] == "False"
     assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-1"
 
 
-async def test_what_is_left_of_a_resource_of_the_same_name_is_waited_for_and_no_stranger():
-    server = Server()
-    made = operator(server)
+async def test_what_is_left_of_a_resource_of_the_same_name_is_waited_for_and_no_stranger(
+    server: Server, made: Reconciler
+):
     show(made, server.resource(replicas=0))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     old = copy.deepcopy(server.objects["Service", "web"])
     made.seen(api.KIND, {"type": "DELETED", "object": copy.deepcopy(server.objects[api.KIND, "web"])})
@@ -225,33 +213,23 @@ async def test_what_is_left_of_a_resource_of_the_same_name_is_waited_for_and_no_
         del server.objects[kind, "web"]
     made.seen("Service", {"type": "DELETED", "object": old})
     await asyncio.sleep(5)
-    task.cancel()
-    made.close()
     assert server.objects["Service", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-2"
     assert server.objects["NetworkPolicy", "web"]["metadata"]["labels"][naming.LABEL_UID] == "uid-2"
 
 
-async def test_a_finalizer_on_one_of_our_objects_makes_no_storm_of_deletes():
-    server = Server()
-    made = operator(server)
+async def test_a_finalizer_on_one_of_our_objects_makes_no_storm_of_deletes(server: Server, made: Reconciler):
     show(made, server.resource())
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     server.finalizers = {name for kind, name in server.objects if kind == "PodDisruptionBudget"}
     server.calls.clear()
     show(made, server.resource(generation=2, replicas=0))
     await asyncio.sleep(120)
-    task.cancel()
-    made.close()
     assert len([line for line in server.calls if line.startswith("delete PodDisruptionBudget")]) <= 2
 
 
-async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_before():
-    server = Server()
-    made = operator(server)
+async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_before(server: Server, made: Reconciler):
     server.refuse["create", "NetworkPolicy"] = ApiError(422, "Invalid", "apiFrom is nonsense")
     show(made, server.resource(replicas=0))
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(300)
     assert server.calls.count("create NetworkPolicy web") == 1
     assert "nonsense" in server.condition("Stalled")["message"]
@@ -259,17 +237,14 @@ async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_bef
     server.refuse.clear()
     show(made, server.resource(replicas=0, generation=2))
     await asyncio.sleep(5)
-    task.cancel()
-    made.close()
     assert ("NetworkPolicy", "web") in server.objects
     assert server.condition("Stalled")["status"] == "False"
 
 
-async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_released():
-    server = Server()
-    made = operator(server)
+async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_released(
+    server: Server, made: Reconciler
+):
     show(made, server.resource())
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     server.status()["groups"][0]["releasedAt"] = observe.timestamp(time.time())
     show(made, server.resource())
@@ -278,8 +253,6 @@ async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_re
     server.refuse["create", "Service"] = ApiError(422, "Invalid", "provided IP is already allocated")
     made.seen("Service", {"type": "DELETED", "object": old})
     await asyncio.sleep(60)
-    task.cancel()
-    made.close()
     assert [g.get("state") for g in server.status()["groups"]] in ([None], ["Starting"])
     assert "lastFailures" not in server.status()["groups"][0]
 
@@ -313,36 +286,28 @@ async def changed(server: Server, made: Reconciler, refusal: ApiError) -> None:
         (ApiError(403, "Forbidden", QUOTA), False),
     ],
 )
-async def test_nothing_is_deleted_for_pods_that_an_admission_policy_forbids(refusal: ApiError, refused: bool):
+async def test_nothing_is_deleted_for_pods_that_an_admission_policy_forbids(
+    server: Server, made: Reconciler, refusal: ApiError, refused: bool
+):
     """A quota is another matter: it counts the pods that go first."""
-    server = Server()
-    made = operator(server)
-    task = asyncio.create_task(made.work())
     await changed(server, made, refusal)
-    task.cancel()
-    made.close()
     assert (server.condition("Progressing")["reason"] == "RevisionRefused") is refused
     assert any(call.startswith("delete Pod") for call in server.calls) is not refused
 
 
-async def test_a_refused_revision_is_taken_up_once_the_policy_that_was_in_its_way_is_gone():
-    server = Server()
-    made = operator(server)
-    task = asyncio.create_task(made.work())
+async def test_a_refused_revision_is_taken_up_once_the_policy_that_was_in_its_way_is_gone(
+    server: Server, made: Reconciler
+):
     await changed(server, made, ApiError(422, "Invalid", "spec.containers[0].image: denied"))
     statuses = server.calls.count("status")
     await asyncio.sleep(100)
     assert server.calls.count("status") == statuses, "asking again is no reason to write"
     del server.refuse["dry run", "Pod"]
     await asyncio.sleep(40)
-    task.cancel()
-    made.close()
     assert any(call.startswith("delete Pod") for call in server.calls)
 
 
-async def test_the_event_about_a_failure_gives_the_reason_that_was_found_in_the_log():
-    server = Server()
-    made = operator(server)
+async def test_the_event_about_a_failure_gives_the_reason_that_was_found_in_the_log(server: Server, made: Reconciler):
     posted: list[dict[str, Any]] = []
     create = server.create
 
@@ -355,15 +320,47 @@ async def test_the_event_about_a_failure_gives_the_reason_that_was_found_in_the_
 
     server.create, server.log = noted, log  # type: ignore[method-assign]
     show(made, server.resource())
-    task = asyncio.create_task(made.work())
     await asyncio.sleep(5)
     head = next(obj for (kind, _), obj in server.objects.items() if kind == "Pod")
     ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z", "message": "x"}
     head["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
     made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(head)})
     await asyncio.sleep(5)
-    task.cancel()
-    made.close()
     assert server.status()["groups"][0]["lastFailures"][0]["reason"] == "GPUOutOfMemory"
     (event,) = [event for event in posted if event["reason"] == "GroupFailed"]
     assert event["note"].startswith("group 0 (rank 0): GPUOutOfMemory: ")
+
+
+async def test_a_plan_that_fails_is_said_in_the_status_once_and_taken_back_when_it_works_again(
+    server: Server, made: Reconciler, monkeypatch: pytest.MonkeyPatch
+):
+    """The traceback is in the operator's log, where whoever looks at the resource does not look."""
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    pods = [name for kind, name in server.objects if kind == "Pod"]
+
+    def fails(_: object) -> None:
+        raise KeyError(secrets.token_hex(4))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dp_operator.reconciler.plan", fails)
+        server.calls.clear()
+        show(made, server.resource(generation=2))
+        await asyncio.sleep(900)
+        stalled = server.condition("Stalled")
+        assert (stalled["status"], stalled["reason"]) == ("True", "InternalError")
+        assert "KeyError in test_reconciler.py:" in stalled["message"]
+        assert "Please report it" in stalled["message"]
+        assert server.calls == ["status"]
+        assert pods == [name for kind, name in server.objects if kind == "Pod"]
+        assert server.status()["groups"], "the ledger is kept"
+    show(made, server.resource(generation=3))
+    await asyncio.sleep(5)
+    assert server.condition("Stalled")["status"] == "False"
+
+
+async def test_a_resource_of_another_versions_crd_is_told_which_field_does_not_fit(server: Server, made: Reconciler):
+    show(made, server.resource(replicas="many"))
+    await asyncio.sleep(300)
+    assert "`$.spec.replicas`" in server.condition("Stalled")["message"]
+    assert server.calls == ["status"]
