@@ -83,6 +83,42 @@ def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after
     space.until_ready("served")
 
 
+# As vLLM's launcher ends: the traceback of the worker comes first, then so much that the last lines, which the kubelet
+# keeps for a container that fails, are not about the cause any more.
+EXPLAINED = """
+import subprocess, sys, traceback
+if "--headless" not in sys.argv:
+    sys.exit(subprocess.call(["vllm", "serve", *sys.argv[1:]]))
+print("INFO loading", flush=True)
+try:
+    raise RuntimeError("CUDA " + "out of memory. Tried to allocate 2.00 GiB")  # the launcher logs this program, too
+except RuntimeError:
+    traceback.print_exc()
+for number in range(60): print(f"INFO cleaning up {number} of the parts that are left of this engine", flush=True)
+sys.exit("Engine core initialization failed. See root cause above.")
+"""
+
+
+def test_the_traceback_far_up_in_a_crashed_engines_log_is_in_the_status_and_gives_the_reason(space: Space) -> None:
+    """gpustack#6019, vllm#53157."""
+    policy = {"backoffSeconds": 600, "maxBackoffSeconds": 600}
+    space.create(dpd("told", size=2, engine={"command": ["python3", "-c", EXPLAINED]}, failurePolicy=policy))
+    group = until(
+        "the group has failed",
+        lambda: space.group("told"),
+        lambda group: group.get("lastFailures") and group["state"] == "Waiting",
+        within_s=60,
+    )
+    (failure,) = group["lastFailures"]
+    assert (failure["reason"], failure["rank"], failure["exitCode"]) == ("GPUOutOfMemory", 1, 1)
+    assert failure["firstErrorLines"].startswith("Traceback (most recent call last):")
+    assert "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB" in failure["firstErrorLines"]
+    assert failure["logTail"].rstrip().endswith("Engine core initialization failed. See root cause above.")
+    assert len(failure["logTail"]) > 1000
+    (event,) = [item for item in space.find("events") if item["reason"] == "GroupFailed"]
+    assert "GPUOutOfMemory" in event["message"]
+
+
 def _groups(frame: Any) -> list[Any]:
     groups: list[Any] = frame.get("status", {}).get("groups", [])
     return groups
