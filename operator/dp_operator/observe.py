@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -152,6 +152,13 @@ class AnyObject(_Observed, frozen=True):
     metadata: Meta
 
 
+class Obstacle(NamedTuple):
+    """What is in the way of an object: somebody else's of that name, or the API server's refusal of this spec's."""
+
+    reason: Literal["NameTaken", "ObjectRefused"]
+    message: str
+
+
 class IncarnationObjects(Struct, frozen=True, kw_only=True, dict=True):
     """All objects that carry one incarnation's label and are really the custom resource's own.
 
@@ -210,7 +217,7 @@ class Picture(Struct, frozen=True, kw_only=True):
 
     incarnations: dict[str, IncarnationObjects] = {}
     kept: dict[tuple[str, str], dict[str, Any]] = {}  # (kind, name) -> whole object, for objects we apply
-    strangers: dict[tuple[str, str], str] = {}  # (kind, name) -> why an object of that name is not ours
+    obstacles: dict[tuple[str, str], Obstacle] = {}  # (kind, name) -> why that object cannot be made
     refused: dict[str, str] = {}  # incarnation -> why the API server refused one of its objects, for good
     blocked: dict[str, str] = {}  # incarnation -> why it does not take one of its objects now, such as a quota
     nodes: dict[str, Node] = {}  # empty where the operator may not read nodes
@@ -237,7 +244,7 @@ def observe(
     snapshots: dict[str, Snapshot],
     *,
     decode: Callable[[str, dict[str, Any]], Decoded] = decode,
-    strangers: dict[tuple[str, str], str] | None = None,
+    obstacles: dict[tuple[str, str], Obstacle] | None = None,
     refused: dict[str, str] | None = None,
     blocked: dict[str, str] | None = None,
     nodes: dict[str, Node] | None = None,
@@ -300,7 +307,7 @@ def observe(
             key: IncarnationObjects(id=key, snapshot=snapshots.get(key), **part) for key, part in parts.items()
         },
         kept=kept,
-        strangers=strangers or {},
+        obstacles=obstacles or {},
         refused=refused or {},
         blocked=blocked or {},
         nodes=nodes or {},

@@ -178,7 +178,7 @@ def plan(situation: Situation) -> Plan:
     sequences = [*draft.deletes.values(), [draft.repairs], *draft.creates.values()]
     return Plan(
         status=new_status,
-        sequences=_without_strangers(sequences, situation.picture),
+        sequences=_without_obstacles(sequences, situation.picture),
         events=[replace(event, note=_short_note(event.note)) for event in draft.events],
         look_again_at=min(draft.times) if draft.times else None,
         checks=draft.checks,
@@ -186,8 +186,8 @@ def plan(situation: Situation) -> Plan:
     )
 
 
-def _without_strangers(sequences: list[list[list[Action]]], picture: Picture) -> list[list[list[Action]]]:
-    """Leave out what cannot be made because somebody else has its name, and what is empty."""
+def _without_obstacles(sequences: list[list[list[Action]]], picture: Picture) -> list[list[list[Action]]]:
+    """Leave out what cannot be made now, and what is empty."""
     result = []
     for sequence in sequences:
         steps = [
@@ -195,7 +195,7 @@ def _without_strangers(sequences: list[list[list[Action]]], picture: Picture) ->
                 action
                 for action in step
                 if not isinstance(action, Create)
-                or (action.manifest["kind"], action.manifest["metadata"]["name"]) not in picture.strangers
+                or (action.manifest["kind"], action.manifest["metadata"]["name"]) not in picture.obstacles
             ]
             for step in sequence
         ]
@@ -805,7 +805,7 @@ def _keep(situation: Situation, draft: _Draft) -> None:
 
 def _ensure(situation: Situation, intent: dict[str, Any], draft: _Draft) -> None:
     key = (intent["kind"], intent["metadata"]["name"])
-    if key in situation.picture.strangers:
+    if key in situation.picture.obstacles:
         return  # reported as a condition; never adopted
     existing = situation.picture.kept.get(key)
     if existing is None:

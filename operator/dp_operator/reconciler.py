@@ -28,7 +28,7 @@ from dp_operator.clock import SteadyClock
 from dp_operator.failure import with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
-from dp_operator.observe import Picture, observe
+from dp_operator.observe import Obstacle, Picture, observe
 from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, failure_event, plan
 from dp_operator.queue import Queue
 from dp_operator.render import Settings
@@ -79,7 +79,7 @@ class Reconciler:
         self._clock = clock or SteadyClock()
         self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
-        self._strangers: dict[str, dict[tuple[str, str], str]] = {}  # uid -> (kind, name) -> why
+        self._obstacles: dict[str, dict[tuple[str, str], Obstacle]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
         self._applied: dict[tuple[str, str], tuple[str, int]] = {}  # (uid, kind/name) -> version after it, its intent
@@ -89,7 +89,6 @@ class Reconciler:
         self._relisted = asyncio.Event()
         self._errands: set[asyncio.Task[None]] = set()
         self._live: dict[str, set[str]] = {}  # uid -> incarnations that were released
-        self._refused_specs: dict[str, set[tuple[str, str]]] = {}  # uid -> kept objects that this spec cannot have
         self._generations: dict[str, int] = {}  # uid -> generation that was last looked at
 
     def seen(self, kind: str, event: dict[str, Any]) -> None:
@@ -111,7 +110,7 @@ class Reconciler:
     def _gone(self, kind: str, obj: dict[str, Any]) -> None:
         """Follow up a DELETED event, which may also mean that an object lost the label that we watch by."""
         meta = obj["metadata"]
-        for uid, known in self._strangers.items():
+        for uid, known in self._obstacles.items():
             if known.pop((kind, meta["name"]), None):
                 self._later(uid, 0.0)
         if kind == "Pod" and not meta.get("deletionTimestamp"):
@@ -237,7 +236,7 @@ class Reconciler:
             self.cache.owned(uid),
             self._monitors.snapshots,
             decode=self.cache.decoded,
-            strangers=dict(self._strangers.get(uid, {})),
+            obstacles=dict(self._obstacles.get(uid, {})),
             refused=self._refused,
             blocked=self._blocked,
             nodes=self.cache.nodes(),
@@ -304,12 +303,11 @@ class Reconciler:
         self._followed.pop(key, None)
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
-        self._strangers.pop(uid, None)
+        self._obstacles.pop(uid, None)
         self._verdicts.pop(uid, None)
         self._rounds.pop(uid, None)
         self._generations.pop(uid, None)
         self._live.pop(uid, None)
-        self._refused_specs.pop(uid, None)
         self._prune(uid, set())
         self._rules.pop(uid, None)
         self._applied = {k: v for k, v in self._applied.items() if k[0] != uid}
@@ -318,8 +316,8 @@ class Reconciler:
         """Try what the API server refused again once the spec has changed."""
         if self._generations.get(uid) != generation:
             self._generations[uid] = generation
-            for place in self._refused_specs.pop(uid, set()):
-                self._strangers.get(uid, {}).pop(place, None)
+            known = self._obstacles.get(uid, {})
+            self._obstacles[uid] = {place: what for place, what in known.items() if what.reason != "ObjectRefused"}
 
     def _prune(self, uid: str, incarnations: set[str]) -> None:
         """Forget what was noted about incarnations that are in the ledger no more."""
@@ -467,8 +465,8 @@ class Reconciler:
             if incarnation:
                 self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
             else:
-                self._strangers.setdefault(uid, {})[kind, meta["name"]] = f"the API server refuses it: {error.message}"
-                self._refused_specs.setdefault(uid, set()).add((kind, meta["name"]))
+                refusal = Obstacle("ObjectRefused", f"the API server refuses it: {error.message}")
+                self._obstacles.setdefault(uid, {})[kind, meta["name"]] = refusal
         return True
 
     async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> bool:
@@ -486,7 +484,7 @@ class Reconciler:
             self._later(uid, GOING_RECHECK_S)
             return False
         words = "an object of this name exists that is not ours; rename or delete one of them"
-        self._strangers.setdefault(uid, {})[kind, name] = words
+        self._obstacles.setdefault(uid, {})[kind, name] = Obstacle("NameTaken", words)
         self._watch_stranger(uid, kind, namespace, name)
         return True
 
@@ -500,13 +498,13 @@ class Reconciler:
         """Ask now and then whether the name is free. Until it is, the resource is not touched and its status stays."""
 
         async def wait() -> None:
-            while (kind, name) in self._strangers.get(uid, {}):
+            while (kind, name) in self._obstacles.get(uid, {}):
                 await asyncio.sleep(STRANGER_RECHECK_S)
                 try:
                     await self._client.get(kind, namespace, name)
                 except ApiError as error:
                     if error.status == 404:
-                        self._strangers.get(uid, {}).pop((kind, name), None)
+                        self._obstacles.get(uid, {}).pop((kind, name), None)
                         self._later(uid, 0.0)
                 except (aiohttp.ClientError, TimeoutError, OSError):
                     continue

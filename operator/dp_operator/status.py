@@ -279,10 +279,10 @@ def _stalled(
         return _condition("Stalled", True, "Invalid", "; ".join(errors))
     if refused:
         return _condition("Stalled", True, "RevisionRefused", refused)
-    if picture.strangers:
-        words = [f"{kind} {name}: {why}" for (kind, name), why in picture.strangers.items()]
-        refusals = all(why.startswith("the API server refuses") for why in picture.strangers.values())
-        return _condition("Stalled", True, "ObjectRefused" if refusals else "NameTaken", "; ".join(words))
+    if picture.obstacles:
+        words = [f"{kind} {name}: {obstacle.message}" for (kind, name), obstacle in picture.obstacles.items()]
+        taken = any(obstacle.reason == "NameTaken" for obstacle in picture.obstacles.values())
+        return _condition("Stalled", True, "NameTaken" if taken else "ObjectRefused", "; ".join(words))
     limit = cr.spec.failure_policy.max_restarts
     if limit is not None:
         over = [e for e in current if e.state == "Waiting" and e.restarts > limit]

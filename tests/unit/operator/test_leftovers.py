@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dp_operator import naming
+from dp_operator import naming, observe
 from dp_operator.plan import Create, Delete
 from tests.unit.operator.world import World
 
@@ -187,5 +187,5 @@ def test_an_object_whose_name_a_stranger_has_is_not_tried_in_a_circle():
     incarnation = world.make_ready()
     name = f"web-0-{incarnation}-rpc"
     del world.objects["Service", name]
-    world.strangers["Service", name] = "an object of this name exists that is not ours"
+    world.obstacles["Service", name] = observe.Obstacle("NameTaken", "an object of this name exists that is not ours")
     assert not [action for action in world.plan().actions if isinstance(action, Create)]

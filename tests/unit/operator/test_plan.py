@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dp_handshake.messages import PodRestarted, RankLost, Stages, Violation
-from dp_operator import naming
+from dp_operator import naming, observe
 from dp_operator.plan import Create, Delete, covers
 from dp_operator.status import is_progress
 from tests.unit.operator.world import World
@@ -386,7 +386,7 @@ def test_an_edited_service_is_set_right_and_foreign_additions_are_left_alone():
 
 def test_the_name_of_a_stranger_is_never_taken_over_and_is_said():
     world = World()
-    world.strangers["Service", "web"] = "an object of this name exists that is not ours"
+    world.obstacles["Service", "web"] = observe.Obstacle("NameTaken", "an object of this name exists that is not ours")
     world.reconcile()
     assert ("Service", "web") not in world.objects
     assert world.condition("Stalled").reason == "NameTaken"

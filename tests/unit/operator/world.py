@@ -48,7 +48,7 @@ class World:
         self.cr = resource(**changes)
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.snapshots: dict[str, Snapshot] = {}
-        self.strangers: dict[tuple[str, str], str] = {}
+        self.obstacles: dict[tuple[str, str], observe.Obstacle] = {}
         self.refused: dict[str, str] = {}
         self.blocked: dict[str, str] = {}
         self.errors: list[str] = []
@@ -66,7 +66,7 @@ class World:
             "uid-1",
             [(kind, obj) for (kind, _), obj in self.objects.items()],
             self.snapshots,
-            strangers=self.strangers,
+            obstacles=self.obstacles,
             refused=self.refused,
             blocked=self.blocked,
             nodes=self.nodes,
