@@ -82,8 +82,9 @@ class EngineCore:
             self._coordinator_out = connect_socket(context, zmq.PUSH, addresses.coordinator_output, linger_ms=4000)
             self._coordinator_in.send(wire.SUBSCRIBE)
         self._send_first_frames(addresses)
-        # Dense ranks of 0.14 to 0.26 keep their counts to themselves.
-        self._tells_counts = self._wire.dense_counts or group is not None
+        # Dense ranks of 0.14 to 0.26 keep their counts to themselves, and so do ranks that somebody else balances.
+        balanced_here = config.launch.load_balancing != "external"
+        self._tells_counts = balanced_here and (self._wire.dense_counts or group is not None)
         self._interval_s = 1 / options.tokens_per_second if options.tokens_per_second > 0 else 0.0
         self._next_step_s: float | None = None
         self._told_counts: tuple[int, int] | None = None

@@ -11,8 +11,26 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 RELEASES = ("0.11", "0.17", "0.32", "0.33")
 WRITE_ENV = "CONFORMANCE_WRITE"
-# Combinations that no run can fill, and why.
-EXPLAINED: dict[tuple[str, str, str], str] = {}
+WHOLE = "0.32"
+# What the table's numbers mean; docs/compatibility.md shows them below it.
+NOTES = {
+    1: "Whole vLLM runs in 0.32 only: of the other releases just the Python files are installed, since each whole release "
+    "would bring its own torch of several GB.",
+    2: "Ranks of a whole MoE model meet in torch's process group, ours in a small one of their own, so a group is either "
+    "all vLLM or all stand-in. What they say to the head is covered by the rows without whole models.",
+    3: "Dense ranks that somebody else balances: from 0.14 on nobody starts their coordinator, and every front end, "
+    "vLLM's and ours, ends for want of its address; from 0.21 on a dense model with `--data-parallel-rank` is refused "
+    "before that.",
+}
+
+
+def note(role: str, release: str, kind: str, seen: str | None) -> int | None:
+    """Number of the note that explains this cell; None when there is none."""
+    if seen == "neither":
+        return 3
+    if seen is None and "whole" in role:
+        return 1 if release != WHOLE else 2 if kind == "MoE" else None
+    return None
 
 
 def replace_region(text: str, name: str, body: str) -> str:
@@ -30,28 +48,34 @@ class Table:
         self._cells: dict[tuple[str, str, str], str] = {}
 
     @contextmanager
-    def cell(self, role: str, release: str, *, moe: bool | None) -> Iterator[None]:
-        """Record whether the body ended well. `moe` None: the kind of model makes no difference."""
+    def cell(self, role: str, release: str, *, moe: bool | None, seen: str = "yes") -> Iterator[None]:
+        """Record `seen` if the body ends well. `moe` None: the kind of model makes no difference."""
         minor = ".".join(release.split(".")[:2])
         kinds = ("dense", "MoE") if moe is None else ("MoE" if moe else "dense",)
         for kind in kinds:
             self._cells[role, minor, kind] = "fails"
         yield
         for kind in kinds:
-            self._cells[role, minor, kind] = "yes"
+            self._cells[role, minor, kind] = seen
 
     def markdown(self) -> str:
-        """One row a role; a hole shows as a dash with the number of its explanation."""
+        """One row a role, and the notes. Raises ValueError for a hole that no note explains."""
         roles = list(dict.fromkeys(role for role, _, _ in self._cells))
         columns = [(release, kind) for release in RELEASES for kind in ("dense", "MoE")]
         lines = [
             "| role | " + " | ".join(f"{release} {kind}" for release, kind in columns) + " |",
             "|---" * (len(columns) + 1) + "|",
         ]
-        for role in roles:
-            cells = [self._cells.get((role, *column)) or EXPLAINED.get((role, *column), "–") for column in columns]
-            lines.append(f"| {role} | " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+        lines += [f"| {role} | " + " | ".join(self._show(role, *column) for column in columns) + " |" for role in roles]
+        used = {number for number in NOTES if any(f"({number})" in line for line in lines)}
+        return "\n".join([*lines, "", *(f"{number}. {NOTES[number]}" for number in sorted(used))])
+
+    def _show(self, role: str, release: str, kind: str) -> str:
+        seen = self._cells.get((role, release, kind))
+        number = note(role, release, kind, seen)
+        if seen is None and number is None:
+            raise ValueError(f"{role}, {release} {kind}: no run filled this cell, and no note says why")
+        return (seen or "–") + (f" ({number})" if number else "")
 
     def save(self) -> None:
         """Write the page when the whole suite has run (`make conformance` says so)."""

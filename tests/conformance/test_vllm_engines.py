@@ -45,7 +45,8 @@ def test_engines_of_vllm_serve_our_front_end(
     role = f"{size} engines of vLLM, led by our head with {servers} API server{'s' * (servers > 1)}"
     with compatibility.cell(role, release.name, moe=moe):
         head, api, rpc_port = our_head(bed, size=size, moe=moe, version=release.emulated, servers=servers)
-        engines = release.case(bed, "engines", size=size, moe=moe, address=f"tcp://127.0.0.1:{rpc_port}")
+        ranks = [{"rank": rank, "handshake": f"tcp://127.0.0.1:{rpc_port}", "own": None} for rank in range(size)]
+        engines = release.case(bed, "engines", mode="internal", moe=moe, ranks=ranks)
         engines.message("ready", within_s=IMPORT_S)
         api.ready(within_s=START_S)
         everyone = set(range(size))

@@ -43,16 +43,18 @@ def lead(
         return dict(head.message("result", within_s=IMPORT_S))
 
 
-def check(result: dict[str, Any], *, size: int, release: str, moe: bool) -> None:
-    """What a user would miss, in the words of vLLM's own client."""
+def check(
+    result: dict[str, Any], *, ranks: range, release: str, moe: bool, counts: bool = True, requests: int = REQUESTS
+) -> None:
+    """What a user would miss, in the words of vLLM's own client. `counts`: ranks tell how busy they are."""
     finished = result["finished"]
-    expected = {f"{prefix}{number}" for prefix in ("first", "second") for number in range(REQUESTS)}
+    expected = {f"{prefix}{number}" for prefix in ("first", "second") for number in range(requests)}
     assert expected | {"chosen"} <= set(finished)
     for name in expected:
         assert finished[name][1] == 20
         assert finished[name][2] == "length"
-    assert {finished[name][0] for name in expected} == set(range(size)), "every rank answered"
-    assert finished["chosen"][0] == size - 1
+    assert {finished[name][0] for name in expected} == set(ranks), "every rank answered"
+    assert finished["chosen"][0] == ranks[-1]
     assert result["in_flight"] == 0
     in_waves = moe or release.startswith("0.11")
     if in_waves:
@@ -62,8 +64,10 @@ def check(result: dict[str, Any], *, size: int, release: str, moe: bool) -> None
         assert result["waves"] == [0, 0]
     assert result["ran"] is in_waves
     # Dense engines between 0.14 and 0.26 tell nobody how busy they are.
-    assert result["counted"] is not (release == "0.17.1" and not moe)
-    assert result["count_width"] == (3 if release in {"0.32.0", "0.33.0"} else 2)
+    assert result["counted"] is (counts and (moe or release != "0.17.1"))
+    width = 3 if release in {"0.32.0", "0.33.0"} else 2
+    # Without counts of its ranks a coordinator publishes zeros every 5 s, which a short conversation may not see.
+    assert result["count_width"] in ({width} if counts else {0, width})
     assert "generate" in result.get("tasks", ["generate"])
     utilities = result["utilities"]
     assert utilities["is_sleeping"] == [False, True]
@@ -78,7 +82,7 @@ def test_our_engines_serve_a_head_of_vllm(
 ) -> None:
     role = f"{size} of our engines{' behind our relay' if relay else ''}, led by vLLM's head"
     with compatibility.cell(role, release.name, moe=moe):
-        check(lead(release, bed, moe=moe, size=size, relay=relay), size=size, release=release.name, moe=moe)
+        check(lead(release, bed, moe=moe, size=size, relay=relay), ranks=range(size), release=release.name, moe=moe)
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
@@ -92,4 +96,4 @@ def test_our_coordinator_serves_vllms_client(release: Release, bed: Bed, compati
         )
         endpoints = program.message("endpoints", within_s=20)
         result = lead(release, bed, moe=moe, size=3, coordinator=endpoints)
-        check(result, size=3, release=release.name, moe=moe)
+        check(result, ranks=range(3), release=release.name, moe=moe)

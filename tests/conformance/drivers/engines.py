@@ -1,8 +1,9 @@
 """One release of vLLM as all the engines of a group, without a model: its handshake, socket threads and busy loop.
 
-A case of `release.py`: `{"kind": "engines", "size": 2, "moe": true, "address": "tcp://127.0.0.1:29550"}`. vLLM's own
-engine class is constructed and runs its own loop; replaced are the model with its scheduler (one token a step for every request) and the all-reduce (ranks
-are threads here). Prints one JSON object a line: `{"ready": rank}`, `{"finished": request, "rank": …, "tokens": …}`,
+A case of `release.py`: `{"kind": "engines", "mode": "internal", "moe": true, "ranks": [{"rank": 0, "handshake":
+"tcp://127.0.0.1:29550", "own": null}, …]}`; `own` is where a rank of a hybrid or external group shakes hands with its
+pod's front end. vLLM's own engine class is constructed and runs its own loop; replaced are the model with its scheduler
+(one token a step for every request) and the all-reduce (ranks are threads here). Prints one JSON object a line: `{"ready": rank}`, `{"finished": request, "rank": …, "tokens": …}`,
 `{"aborted": request, "rank": …}`, `{"paused": wave, "rank": …}`. SIGUSR1 makes the last rank say that it is dead.
 """
 
@@ -44,15 +45,15 @@ class RankConfig(Config):
         """vLLM calls this after the handshake."""
 
 
-def configuration(*, rank: int, size: int, moe: bool, group: Group, lockstep: bool) -> RankConfig:
+def configuration(*, rank: int, size: int, mode: str, moe: bool, group: Group, lockstep: bool) -> RankConfig:
     parallel = Config(
         # A dense rank is an engine of its own since 0.14.
         data_parallel_size=size if lockstep else 1,
         data_parallel_rank=rank,
         data_parallel_index=rank,
         data_parallel_rank_local=rank,
-        data_parallel_external_lb=False,
-        data_parallel_hybrid_lb=False,
+        data_parallel_external_lb=mode == "external",
+        data_parallel_hybrid_lb=mode == "hybrid",
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         decode_context_parallel_size=1,
@@ -78,6 +79,7 @@ class Group:
     """The all-reduce between ranks that are threads: a logical or."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self._flags = [False] * size
         self._barrier = threading.Barrier(size)
         self._rank = threading.local()
@@ -208,16 +210,18 @@ def without_model(core: Any, group: Group) -> None:
     core.ParallelConfig.sync_dp_state = staticmethod(group.sync)
 
 
-def run_rank(core: Any, *, rank: int, size: int, moe: bool, address: str, group: Group, cores: dict[int, Any]) -> None:
+def run_rank(core: Any, where: dict[str, Any], *, mode: str, moe: bool, group: Group, cores: dict[int, Any]) -> None:
     import vllm
 
+    rank = where["rank"]
     group.enter(rank)
     # 0.11 knows no independent ranks.
     lockstep = moe or vllm.__version__.startswith("0.11")
-    config = configuration(rank=rank, size=size, moe=moe, group=group, lockstep=lockstep)
+    config = configuration(rank=rank, size=group.size, mode=mode, moe=moe, group=group, lockstep=lockstep)
     kind = core.DPEngineCoreProc if lockstep else core.EngineCoreProc
     more = {} if lockstep else {"engine_index": rank}
-    engine = kind(config, False, address, None, True, **more)
+    beside_front_end = mode != "internal"
+    engine = kind(config, beside_front_end, where["handshake"], None, True, where["own"], **more)
     cores[rank] = engine
     say(ready=rank)
     engine.run_busy_loop()
@@ -226,28 +230,22 @@ def run_rank(core: Any, *, rank: int, size: int, moe: bool, address: str, group:
 def run(settings: dict[str, Any]) -> None:
     from vllm.v1.engine import core
 
-    size = settings["size"]
-    group = Group(size)
+    ranks = settings["ranks"]
+    group = Group(len(ranks))
     without_model(core, group)
     cores: dict[int, Any] = {}
 
-    def guarded(rank: int) -> None:
+    def guarded(where: dict[str, Any]) -> None:
         try:
-            run_rank(
-                core,
-                rank=rank,
-                size=size,
-                moe=settings["moe"],
-                address=settings["address"],
-                group=group,
-                cores=cores,
-            )
+            run_rank(core, where, mode=settings["mode"], moe=settings["moe"], group=group, cores=cores)
         except BaseException as failure:
-            say(error=f"rank {rank}: {type(failure).__name__}: {failure}", trace=traceback.format_exc()[-3000:])
+            say(
+                error=f"rank {where['rank']}: {type(failure).__name__}: {failure}", trace=traceback.format_exc()[-3000:]
+            )
             os._exit(1)
 
-    for rank in range(size):
-        threading.Thread(target=guarded, args=(rank,), daemon=True).start()
+    for where in ranks:
+        threading.Thread(target=guarded, args=(where,), daemon=True).start()
     signal.sigwait({signal.SIGUSR1})
-    cores[size - 1].output_queue.put_nowait(core.EngineCoreProc.ENGINE_CORE_DEAD)
+    cores[len(ranks) - 1].output_queue.put_nowait(core.EngineCoreProc.ENGINE_CORE_DEAD)
     threading.Event().wait()

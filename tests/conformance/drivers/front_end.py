@@ -96,7 +96,9 @@ class Head:
         """`coordinator`: endpoints of one that runs already, instead of vLLM's own."""
         from vllm.v1.engine import utils
 
-        self.size, self.moe = size, moe
+        self.ranks = range(size)
+        self.tells_counts = moe
+        self.moe = moe
         self.parallel = ParallelConfig(size)
         self.cache = SimpleNamespace(num_gpu_blocks=None, block_size=16)
         self._own: Any = None
@@ -133,7 +135,7 @@ class Head:
         arguments = {
             "handshake_socket": self._router,
             "addresses": self.addresses,
-            "core_engines": [utils.CoreEngine(rank, local=False) for rank in range(self.size)],
+            "core_engines": [utils.CoreEngine(rank, local=False) for rank in self.ranks],
             "parallel_config": self.parallel,
             "coordinated_dp": self.moe,
             "cache_config": self.cache,
@@ -227,8 +229,8 @@ async def until(condition: Any, what: str, within_s: float = 15.0) -> None:
         await asyncio.sleep(0.02)
 
 
-async def converse(head: Head, requests: int) -> dict[str, Any]:
-    client = head.client()
+async def converse(head: Any, client: Any, requests: int) -> dict[str, Any]:
+    """Ask everything of `head.ranks`, the ranks that the client manages. Raises TimeoutError, AssertionError."""
     assert await asyncio.to_thread(head.ready)
     answers = Answers(client)
     result: dict[str, Any] = {"blocks": head.cache.num_gpu_blocks}
@@ -241,7 +243,7 @@ async def converse(head: Head, requests: int) -> dict[str, Any]:
             await client.add_request_async(request(name, tokens=20))
         await answers.until(names)
         await until(lambda: not client.engines_running, "the group's pause")
-        idle = [[0, 0]] * head.size
+        idle = [[0, 0]] * len(head.ranks)
         await until(lambda: [list(counts[:2]) for counts in client.lb_engines] == idle, f"zeros in {client.lb_engines}")
 
     await round_of("first", requests)
@@ -249,20 +251,25 @@ async def converse(head: Head, requests: int) -> dict[str, Any]:
     await round_of("second", requests)
     result["waves"] = [wave_after_first, client.current_wave]
 
-    # A request for a named rank; then one that is aborted while it runs.
-    await client.add_request_async(request("chosen", tokens=3, rank=head.size - 1))
+    # A request for a named rank, which counts within what the client manages; then one that is aborted while it runs.
+    last = len(head.ranks) - 1
+    await client.add_request_async(request("chosen", tokens=3, rank=last))
     await answers.until(["chosen"])
-    await client.add_request_async(request("endless", tokens=3000, rank=1))
-    await until(
-        lambda: any(counts and sum(counts[1][:2]) for counts, _, _ in head.stats.seen[-3:]) or not head.moe, "its count"
-    )
+    await client.add_request_async(request("endless", tokens=3000, rank=last))
+
+    def counted() -> bool:
+        seen = [counts for counts, _, _ in head.stats.seen[-3:] if counts]
+        return not head.tells_counts or any(sum(counts[head.ranks[-1]][:2]) for counts in seen)
+
+    await until(counted, "its count")
     await client.abort_requests_async(["endless"])
     with contextlib.suppress(TimeoutError):
         # vLLM's engines answer an abort or stay silent, by release.
         async with asyncio.timeout(1):
             await answers.until(["endless"])
     await until(lambda: not client.engines_running, "the group's pause after an abort")
-    result["in_flight"] = len(client.reqs_in_flight)
+    # A client of one rank keeps no record.
+    result["in_flight"] = len(getattr(client, "reqs_in_flight", ()))
 
     utilities: dict[str, Any] = {}
     for method, arguments in (
@@ -286,13 +293,17 @@ async def converse(head: Head, requests: int) -> dict[str, Any]:
     return result
 
 
+async def _converse(head: Head, requests: int) -> dict[str, Any]:
+    return await converse(head, head.client(), requests)
+
+
 def run(settings: dict[str, Any]) -> None:
     head = Head(
         size=settings["size"], moe=settings["moe"], port=settings["port"], coordinator=settings.get("coordinator")
     )
     say(listening=settings["port"])
     try:
-        say(result=asyncio.run(converse(head, settings["requests"])))
+        say(result=asyncio.run(_converse(head, settings["requests"])))
     except BaseException as failure:
         say(error=head.failure or f"{type(failure).__name__}: {failure}", trace=traceback.format_exc()[-3000:])
     finally:

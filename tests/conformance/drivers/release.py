@@ -19,6 +19,7 @@ import command_lines
 import engines
 import front_end
 import handshake_cost
+import node
 import vllm
 from vllm.sampling_params import SamplingParams  # noqa: F401 - imported before the forks
 from vllm.v1.engine import coordinator, core, core_client, utils  # noqa: F401 - imported before the forks
@@ -26,6 +27,7 @@ from vllm.v1.engine import coordinator, core, core_client, utils  # noqa: F401 -
 logging.disable(logging.WARNING)
 CASES = {
     "front_end": front_end.run,
+    "node": node.run,
     "engines": engines.run,
     "command_lines": command_lines.run,
     "handshake_cost": handshake_cost.run,
