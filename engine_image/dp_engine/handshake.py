@@ -90,17 +90,19 @@ class FrontEndHandshake:
         remote_headless: bool,
         config_hash: str | None,
         ready_has_blocks: bool = False,
+        never: int = 0,
     ) -> None:
         """`remote_headless`: internal load balancing. `config_hash` None: READYs are not compared.
 
         `ready_has_blocks`: up to 0.19, where READY brings the sizes of caches and the coordinator's address.
+        `never`: ranks that are waited for and cannot come, which is what a negative number of local ranks asks for.
         """
         self.blocks = 0  # of all ranks
         self.stats_address = init.addresses.frontend_stats_publish_address
         self._expected = {wire.identity(engine.rank): engine for engine in expected}
         self._states = {engine.rank: State.NEW for engine in expected}
         self._init = wire.encode(init)
-        self._not_ready = len(expected)
+        self._not_ready = len(expected) + never
         self._remote_headless = remote_headless
         self._config_hash = config_hash
         self._ready_has_blocks = ready_has_blocks

@@ -55,7 +55,7 @@ def serve(options: Options, *, first_local_rank: int = 0) -> int:
     logs.info(
         f"Data parallel ({launch.load_balancing}): size {launch.size}, ranks of this node "
         f"{launch.start_rank}-{launch.local_ranks.stop - 1}"
-        if launch.size_local
+        if launch.size_local > 0
         else f"Data parallel ({launch.load_balancing}): size {launch.size}, no rank on this node"
     )
     if launch.headless:
@@ -371,6 +371,7 @@ def shake_hands(
         remote_headless=launch.load_balancing == "internal",
         config_hash=config_hash(node.options, launch) if launch.coordinated and wire.ready_has_hash else None,
         ready_has_blocks=wire.ready_has_blocks,
+        never=max(-launch.size_local, 0),
     )
     finished = run_handshake(
         machine,

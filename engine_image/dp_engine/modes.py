@@ -75,12 +75,12 @@ _MOE_CONFIG_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe
 
 
 def is_moe(options: Options) -> bool:
-    """--moe or --no-moe, else what config.json of a local model directory says, else dense."""
+    """--moe or --no-moe, else what config.json of a local model directory says, else whether experts are asked for."""
     if options.moe is not None:
         return options.moe
     path = os.path.join(options.model, "config.json")
     if not os.path.isfile(path):
-        return False
+        return options.expert_parallel
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
     # A model of several kinds of input keeps its language model's sizes in a part of their own.
@@ -149,6 +149,7 @@ def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, first: i
     """Refusals that do not depend on how the mode was found. Raises ValueError naming the flags."""
     size = options.data_parallel_size
     by_flag = options.data_parallel_external_lb or options.data_parallel_rank is not None
+    _check_ranges(options, wire, local)
     if size < 1:
         raise ValueError(f"--data-parallel-size must be at least 1, not {size}")
     if options.data_parallel_backend not in {"mp", "ray"}:
@@ -157,9 +158,7 @@ def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, first: i
         raise ValueError("--data-parallel-backend ray needs a Ray cluster: the stand-in engine has none")
     if local > size:
         raise ValueError(f"--data-parallel-size-local {local} must be <= data_parallel_size {size}")
-    if local < 0:
-        raise ValueError(f"--data-parallel-size-local must be >= 0, not {local}")
-    if load_balancing == "external" and size == 1 and wire.external_needs_a_group:
+    if load_balancing == "external" and size == 1:
         raise ValueError("--data-parallel-external-lb can only be set when data_parallel_size > 1")
     if size > 1 and not 0 <= first < size:
         raise ValueError(f"--data-parallel-rank {first} must be in the range [0, {size})")
@@ -175,17 +174,38 @@ def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, first: i
             raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
         if load_balancing == "hybrid":
             raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
-        if local == 0:
+        if local <= 0:
             raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
-    _check_experts(options, load_balancing)
+    _check_experts(options, load_balancing, moe=moe)
     if options.fault_tolerance and (not by_flag or options.api_server_count not in {None, 1}):
         raise ValueError("--enable-fault-tolerance requires external load balancing and --api-server-count 1")
-    if options.sync_interval_steps is not None and options.sync_interval_steps < 1:
-        raise ValueError(f"--dp-sync-interval must be at least 1, not {options.sync_interval_steps}")
 
 
-def _check_experts(options: Options, load_balancing: LoadBalancing) -> None:
+def _check_ranges(options: Options, wire: Wire, local: int) -> None:
+    """Numbers that are none of their kind. Raises ValueError.
+
+    Until ranges were checked, a negative number of local ranks started a head that waits for ever (see the launcher).
+    """
+    at_least_1 = {
+        "--tensor-parallel-size": options.tensor_parallel_size,
+        "--pipeline-parallel-size": options.pipeline_parallel_size,
+        "--dp-sync-interval": 1 if options.sync_interval_steps is None else options.sync_interval_steps,
+    }
+    for flag, value in at_least_1.items():
+        if value < 1:
+            raise ValueError(f"{flag} must be at least 1, not {value}")
+    if local < 0 and (wire.checks_ranges or options.data_parallel_size == 1):
+        raise ValueError(f"--data-parallel-size-local must be >= 0, not {local}")
+    if wire.checks_ranges and not 1 <= options.data_parallel_rpc_port <= 65535:
+        raise ValueError(f"--data-parallel-rpc-port must be in 1..65535, not {options.data_parallel_rpc_port}")
+    if wire.checks_ranges and options.shutdown_timeout_s < 0:
+        raise ValueError(f"--shutdown-timeout must be >= 0, not {options.shutdown_timeout_s}")
+
+
+def _check_experts(options: Options, load_balancing: LoadBalancing, *, moe: bool) -> None:
     """What expert parallelism asks for. Raises ValueError."""
+    if options.expert_parallel and not moe:
+        raise ValueError("--enable-expert-parallel: the number of experts in the model must be greater than 0")
     if options.eplb:
         if options.platform not in {None, "cuda", "rocm", "xpu"}:
             raise ValueError(

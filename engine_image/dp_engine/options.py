@@ -254,7 +254,7 @@ def build_parser(prog: str, version: str) -> argparse.ArgumentParser:
     add("--enable-fault-tolerance", action=_SWITCH, default=False)
     add("--enable-expert-parallel", "-ep", action=_SWITCH, default=False)
     add("--enable-eplb", action=_SWITCH, default=False)
-    add("--shutdown-timeout", type=float, default=0.0)
+    add("--shutdown-timeout", type=int, default=0)
     add("--max-model-len", type=human_int, default=DEFAULT_MAX_MODEL_LEN)
     add("--max-num-seqs", type=human_int, default=256)
     add("--max-num-batched-tokens", type=human_int, default=2048)

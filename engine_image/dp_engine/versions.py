@@ -62,7 +62,7 @@ class Wire(Struct, frozen=True, kw_only=True):
     start_rank_0_is_hybrid: bool = False  # --data-parallel-start-rank 0 asks for hybrid, too
     one_mode_only: bool = False  # a rank goes with neither a start rank nor the hybrid flag
     dense_external: Literal["works", "starts", "refused"] = "works"  # "starts": then fails for want of a coordinator
-    external_needs_a_group: bool = False  # external load balancing of a single rank is refused
+    checks_ranges: bool = False  # a port, a negative number of local ranks or of seconds is refused when it is read
     node_rank_must_name_a_rank: bool = False  # external ranks are derived only from nodes that hold one each
     dense_offline: bool = True  # offline data parallelism takes dense models
     # Devices (§6)
@@ -86,7 +86,7 @@ CHANGES: tuple[Change, ...] = (
         since=(0, 11, 2),
         text="READY carries a hash and the head compares it; external flag; nodes; X-data-parallel-rank; CUDA-like "
         "platforms keep their variable, workers count from their rank on",
-        knobs={"ready_has_hash": True, "rank_header": True, "devices": "worker", "external_needs_a_group": True},
+        knobs={"ready_has_hash": True, "rank_header": True, "devices": "worker"},
         flags=(
             *("data-parallel-external-lb", "dpe", "dph", "nnodes", "n", "node-rank", "r"),
             *("master-addr", "master-port"),
@@ -193,11 +193,12 @@ CHANGES: tuple[Change, ...] = (
     Change(
         since=(0, 32, 0),
         text="INIT: _coord_store_port, from which MoE ranks learn the group's port; outputs: weight_version; node ranks that name "
-        "no external rank are refused; a front end that ends during the start ends the start; dense ranks need no store; "
+        "no external rank, and ports and sizes out of range, are refused; a front end that ends during the start ends the start; dense ranks need no store; "
         "metrics: num_requests_waiting_by_reason",
         knobs={
             "coord_store": True,
             "weight_version_slot": True,
+            "checks_ranges": True,
             "node_rank_must_name_a_rank": True,
             "front_ends_watched": True,
             "store_at_own_address": False,

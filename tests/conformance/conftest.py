@@ -236,7 +236,11 @@ class Release:
     def stop(self) -> None:
         assert self._popen.stdin is not None
         self._popen.stdin.close()
-        self._popen.wait(10)
+        try:
+            self._popen.wait(10)
+        except subprocess.TimeoutExpired:  # an interpreter with torch in it may take its time on a busy machine
+            self._popen.kill()
+            self._popen.wait()
 
 
 class Vllm:

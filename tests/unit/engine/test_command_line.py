@@ -95,6 +95,8 @@ REFUSED = {
     "m -ep --enable-eplb": "requires --tensor-parallel-size or --data-parallel-size above 1",
     "m -dp 4 -ep --enable-eplb --enable-elastic-ep --elastic-ep-max-dp-size 2": "must be at least --data-parallel-size",
     "m -dp 0": "--data-parallel-size must be at least 1",
+    "m -tp 0": "--tensor-parallel-size must be at least 1",
+    "m -dp 2 --dp-sync-interval 0": "--dp-sync-interval must be at least 1",
     "m -dp 2 -dpb carrier-pigeon": "can only be ray or mp",
     "m -dp 2 -dpb ray": "needs a Ray cluster",
     "m -dp 4 --nnodes 2 --node-rank 2": "must be less than --nnodes 2",
