@@ -161,7 +161,7 @@ def look(cluster: Cluster, mode: Mode, version: str) -> Seen:
 
 def _while_ready(space: Space, name: str, mode: Mode, *, model: str) -> Seen:
     # Groups wait for each other's devices, and for those of other tests.
-    status = space.until_ready(name, within_s=150)
+    status = space.until_ready(name, within_s=240)
     found = space.pods(name)
     pods = {pod: _pod(space, pod, found[pod]) for pod in found}
     head = space.head(name)["metadata"]["name"]
