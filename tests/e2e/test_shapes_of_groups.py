@@ -125,7 +125,8 @@ def test_a_suspended_deployment_has_no_pods_until_it_is_resumed(space: Space) ->
 
 # Answers any request with what it was told of its group.
 SIDECAR = """
-import asyncio, os, pathlib
+import asyncio, os, pathlib, signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 async def serve(reader, writer):
     await reader.readuntil(b"\\r\\n\\r\\n")
     words = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("DPD_"))
