@@ -216,6 +216,8 @@ class EngineCore:
 
     def _timeout_ms(self) -> int | None:
         """Until the next step or fault, or None: until something comes."""
+        if self._drained():
+            return 0
         ends = [time_s for time_s in (self._drain_until_s, self._armed.next_s) if time_s is not None]
         if self._busy():
             ends.append(self._next_step_s if self._next_step_s is not None else time.monotonic())

@@ -4,7 +4,7 @@ Mounted beside `plan.json` from the incarnation's ConfigMap, and run in every en
 
     python3 launch.py                   check in at the monitor, wait for the common release, exec the engine
     python3 -I -S launch.py ready       readinessProbe of a worker: exit code 0 once the monitor has its ranks READY
-    python3 launch.py prestop SECONDS   preStop of a worker: wait until the head's API is gone, at most SECONDS
+    python3 launch.py prestop SECONDS   preStop of a worker: wait until the head has ended, at most SECONDS
 
 (-I -S makes the probe start in a fraction of the time; the kubelet runs it every few seconds in every pod.)
 
@@ -459,7 +459,11 @@ def remembered_head() -> str:
 
 
 def prestop(seconds: float) -> int:
-    """Wait until the head's API is gone, so that a worker does not end before the requests that it works on."""
+    """Wait until the head has ended, so that a worker does not end before the requests that it works on.
+
+    The head's API is no sign of that: vLLM closes its port first and then lets requests finish, among them some that no
+    rank has heard of yet. The monitor is a sidecar, which the kubelet stops once the engine has ended.
+    """
     import socket
     import time
 
@@ -467,7 +471,7 @@ def prestop(seconds: float) -> int:
     head = remembered_head()
     if not head:
         return 0  # never released: there is no engine to protect
-    port = int(read_plan()["apiPort"])
+    _, port = monitor_address(read_plan(), "worker")
     failures = 0
     while time.monotonic() < end:
         try:

@@ -262,7 +262,7 @@ def test_a_head_may_be_told_to_stay_after_a_death(bed, wait):
 
 def test_a_headless_node_drains_before_it_leaves(bed, wait):
     bed.head(size=2, local=1)
-    worker = bed.workers("--shutdown-timeout", "10", size=2, start=1)
+    worker = bed.workers("--shutdown-timeout", "300", size=2, start=1)
     bed.wait_ready()
     answers = []
     chosen = {"headers": {"X-data-parallel-rank": "1"}, "max_tokens": 80}

@@ -343,12 +343,12 @@ def test_the_probe_fails_with_a_reason_while_there_is_no_monitor(tmp_path: Path)
     assert output.startswith("the monitor does not answer: ")
 
 
-def test_a_worker_outlives_the_heads_api_and_no_longer_than_it_is_given(
+def test_a_worker_outlives_the_head_which_closes_its_api_first_and_no_longer_than_it_is_given(
     tmp_path: Path, monitor: Callable[..., Monitor]
 ) -> None:
     server = monitor(RELEASED)
     (tmp_path / "dpd-head-ip").write_text("127.0.0.1")
-    message = plan(api_port=server.port)
+    message = plan(monitor_port=server.port, api_port=1)
     started = time.monotonic()
     assert finish(start(tmp_path, message, "prestop", "1.5"))[0] == 0
     assert 1.4 < time.monotonic() - started < 5
