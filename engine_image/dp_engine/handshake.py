@@ -112,13 +112,17 @@ class FrontEndHandshake:
         return self._not_ready == 0
 
     def waiting_for(self) -> str:
-        """For the log: how many ranks have yet to connect and to start."""
+        """For the log: how many ranks have yet to connect and to start, and the first of them."""
         parts: list[str] = []
         for state, word in ((State.NEW, "connect"), (State.CONNECTED, "start")):
             ranks = [engine for engine in self._expected.values() if self._states[engine.rank] is state]
             local = sum(engine.local for engine in ranks)
             if ranks:
-                parts.append(f"{local} local, {len(ranks) - local} remote core engine proc(s) to {word}")
+                first = ", ".join(str(engine.rank) for engine in ranks[:8])
+                more = ", …" if len(ranks) > 8 else ""
+                parts.append(
+                    f"{local} local, {len(ranks) - local} remote core engine proc(s) to {word} (ranks {first}{more})"
+                )
         return "; ".join(parts)
 
     def receive(self, frames: list[bytes]) -> list[bytes]:

@@ -291,7 +291,10 @@ def _offline(options: Options, wire: Wire, env: Mapping[str, str], *, moe: bool)
     if size <= 1 or options.data_parallel_size != 1 or options.data_parallel_size_local == 0:
         return None
     if not moe and not wire.dense_offline:
-        raise ValueError("Offline data parallel mode (VLLM_DP_SIZE) is not supported for dense models")
+        raise ValueError(
+            "Offline data parallel mode (VLLM_DP_SIZE) is not supported for dense models: "
+            "give --moe, or a local model whose config.json has experts"
+        )
     rank = int(env.get("VLLM_DP_RANK") or 0)
     if not 0 <= rank < size:
         raise ValueError(f"VLLM_DP_RANK {rank} must be in the range [0, {size})")

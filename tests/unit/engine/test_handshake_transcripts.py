@@ -63,12 +63,12 @@ def test_our_rank_speaks_the_bytes_of_a_real_one(name):
 
 def test_the_group_is_complete_only_when_every_rank_is_ready():
     machine = head()
-    assert machine.waiting_for() == "1 local, 1 remote core engine proc(s) to connect"
+    assert machine.waiting_for() == "1 local, 1 remote core engine proc(s) to connect (ranks 0, 1)"
     machine.receive(hello(0, local=True, headless=False))
     machine.receive(hello(1))
     machine.receive(ready(1))
     assert not machine.done
-    assert machine.waiting_for() == "1 local, 0 remote core engine proc(s) to start"
+    assert machine.waiting_for() == "1 local, 0 remote core engine proc(s) to start (ranks 0)"
     machine.receive(ready(0, local=True, headless=False))
     assert machine.done
 
@@ -155,3 +155,17 @@ def test_an_init_may_lack_optional_addresses_and_carry_unknown_keys():
     init = handshake.decode_init(msgspec.msgpack.encode(message))
     assert init.addresses.coordinator_input is None
     assert init.parallel_config == {"x": 5}
+
+
+def test_the_log_names_the_ranks_that_are_missing():
+    machine = FrontEndHandshake(
+        expected=[Expected(rank=rank, local=rank < 2) for rank in range(12)],
+        init=Init(addresses=Addresses(inputs=[], outputs=[]), parallel_config={}),
+        remote_headless=True,
+        config_hash=None,
+    )
+    machine.receive([b"\0\0", handshake.hello(local=True, headless=False)])
+    assert machine.waiting_for() == (
+        "1 local, 10 remote core engine proc(s) to connect (ranks 1, 2, 3, 4, 5, 6, 7, 8, …); "
+        "1 local, 0 remote core engine proc(s) to start (ranks 0)"
+    )
