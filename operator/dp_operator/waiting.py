@@ -269,6 +269,9 @@ def pod_reason(pod: Pod | None) -> tuple[int, str]:
             return 0, f"ImagePullBackOff: {status.image}: {_short(held.message.rpartition(': ')[2])}"
         if held and held.reason not in _HARMLESS_WAITS:
             return 0, f"{held.reason}: {_short(held.message)}" if held.message else held.reason
+    preparing = next((c for c in pod.status.init_container_statuses if c.state.running and c.name != "relay"), None)
+    if preparing:
+        return 1, f"init container {preparing.name} is still running"
     engine = pod.engine
     if engine and engine.state.running:
         return 1, "container runs, launcher has not checked in"

@@ -460,6 +460,8 @@ class Cluster:
         hangs, self.slow_next_group = self.slow_next_group, False
         for name in relay.pods:
             pod = self.objects["Pod", name]
+            if pod["metadata"]["labels"][naming.LABEL_INCARNATION] != relay.incarnation:
+                raise BrokenError(f"pod {name} takes part in the handshake of {relay.incarnation}")
             tag = pod["spec"]["containers"][0]["image"].rpartition(":")[2]
             uid = pod["metadata"]["uid"]
             if tag.startswith(BROKEN):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -244,7 +245,7 @@ class Watchdog:
             raise BrokenError(
                 f"{manifest['kind']} {manifest['metadata']['name']} is made without an entry in the ledger"
             )
-        if manifest["kind"] == "Pod":
+        if manifest["kind"] in ("Pod", "StatefulSet"):
             self._room(process, manifest)
 
     def _room(self, process: Process, head: Object) -> None:
@@ -282,6 +283,19 @@ class Watchdog:
         ):
             self._budget(process, obj)
 
+    def before_apply(self, process: Process, manifest: Object) -> None:
+        """A budget may let evictions through only where the group may go, and one group at a time."""
+        labels = manifest["metadata"]["labels"]
+        if manifest["kind"] != "PodDisruptionBudget" or manifest["spec"]["minAvailable"]:
+            return
+        mine = labels[naming.LABEL_INCARNATION]
+        if any(head["metadata"]["labels"][naming.LABEL_INCARNATION] == mine for head in self._serving(process, labels)):
+            budgets = self._world.cluster.all("PodDisruptionBudget")
+            exposed = {
+                b["metadata"]["labels"][naming.LABEL_INCARNATION] for b in budgets if not b["spec"]["minAvailable"]
+            }
+            self._budget(process, manifest, exposed)
+
     def before_status(self, process: Process, obj: Object) -> None:
         """Note which groups that are to go are known to serve: until they really go, more can become ready."""
         before = self._ledger(obj["metadata"]["uid"])
@@ -290,15 +304,21 @@ class Watchdog:
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
-                self._served[name] = any(
-                    is_ready(pod) and pod["metadata"]["labels"].get(naming.LABEL_INCARNATION) == name
-                    for kind, pod in process.reconciler.cache.owned(obj["metadata"]["uid"])
-                    if kind == "Pod" and pod["metadata"]["labels"].get(naming.LABEL_ROLE) == naming.HEAD
-                )
+                heads = self._serving(process, {naming.LABEL_UID: obj["metadata"]["uid"]})
+                self._served[name] = any(h["metadata"]["labels"][naming.LABEL_INCARNATION] == name for h in heads)
 
-    def _budget(self, process: Process, head: Object) -> None:
-        """A healthy serving group may go only if enough others serve, as far as the operator can know."""
-        labels = head["metadata"]["labels"]
+    @staticmethod
+    def _serving(process: Process, labels: dict[str, str]) -> list[Object]:
+        """Ready heads, as the operator knows them."""
+        return [
+            pod
+            for kind, pod in process.reconciler.cache.owned(labels[naming.LABEL_UID])
+            if kind == "Pod" and pod["metadata"]["labels"].get(naming.LABEL_ROLE) == naming.HEAD and is_ready(pod)
+        ]
+
+    def _budget(self, process: Process, obj: Object, exposed: AbstractSet[str] = frozenset()) -> None:
+        """A healthy serving group may go only if enough others serve that stay, as far as the operator can know."""
+        labels = obj["metadata"]["labels"]
         uid = labels[naming.LABEL_UID]
         spec = self._seen_spec(process)
         entry = self._ledger(uid).get(labels[naming.LABEL_INCARNATION]) or {}
@@ -310,13 +330,10 @@ class Watchdog:
         ):
             return  # it failed by itself: engine ends are faults too
         others = {
-            other["metadata"]["labels"][naming.LABEL_GROUP]
-            for kind, other in process.reconciler.cache.owned(uid)
-            if kind == "Pod"
-            and other["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD
-            and other["metadata"]["uid"] != head["metadata"]["uid"]
-            and int(other["metadata"]["labels"][naming.LABEL_GROUP]) < spec.replicas
-            and is_ready(other)
+            its[naming.LABEL_GROUP]
+            for its in (head["metadata"]["labels"] for head in self._serving(process, labels))
+            if its[naming.LABEL_INCARNATION] not in {labels[naming.LABEL_INCARNATION], *exposed}
+            and int(its[naming.LABEL_GROUP]) < spec.replicas
         }
         unavailable = share(spec.rollout.max_unavailable, spec.replicas, up=False)
         surge = share(spec.rollout.max_surge, spec.replicas, up=True)
@@ -326,7 +343,7 @@ class Watchdog:
             return  # its successor serves
         if len(others) < spec.replicas - unavailable:
             raise BrokenError(
-                f"head {head['metadata']['name']} is deleted while {len(others)} other of {spec.replicas} groups serve, "
+                f"{obj['kind']} {obj['metadata']['name']} goes while {len(others)} other of {spec.replicas} groups serve, "
                 f"maxUnavailable is {unavailable}"
             )
 
@@ -373,6 +390,12 @@ def _watch_broken(world: World, chance: random.Random) -> None:
 def _watch_silent(world: World, chance: random.Random) -> None:
     kind = chance.choice((KIND, "Pod", "StatefulSet", "Service", "ConfigMap"))
     world.weather.deaf[kind] = world.cluster.now + chance.choice((5, 30, 70))
+
+
+def _clock_step(world: World, chance: random.Random) -> None:
+    world.weather.clock_off_s = chance.choice((-600.0, -60.0, 60.0, 600.0))
+    world.cluster.note(f"the operator's clock is off by {world.weather.clock_off_s:.0f} s")
+    world.later(chance.choice((10, 100)), setattr, world.weather, "clock_off_s", 0.0)
 
 
 def _quota(world: World, chance: random.Random) -> None:
@@ -569,6 +592,7 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "lost answers": _lost_answers,
     "watch broken": _watch_broken,
     "watch silent": _watch_silent,
+    "clock step": _clock_step,
     "quota": _quota,
     "engine ends": _engine_ends,
     "pod deleted": _pod_deleted,

@@ -12,6 +12,7 @@ from dp_handshake.messages import Snapshot
 from dp_operator import naming, reconciler
 from dp_operator.api import KIND
 from dp_operator.client import ApiError
+from dp_operator.clock import SteadyClock
 from dp_operator.render import Settings
 from tests.simulation.cluster import Cluster, Object, Relay
 
@@ -27,6 +28,7 @@ class Weather:
         self.errors: list[int] = []  # HTTP codes of the next requests
         self.lost_answers = 0  # writes that succeed and whose answer never comes
         self.kill_at_write: int | None = None  # the process dies right after that many more writes
+        self.clock_off_s = 0.0  # how wrong the operator's time of day is
         self.deaf: dict[str, float] = {}  # kind -> until when its watch is silent
         self.broken: dict[str, float] = {}  # kind -> until when its watch is broken; then everything is listed anew
 
@@ -97,6 +99,7 @@ class FakeClient:
 
     async def apply(self, manifest: Object) -> Object:
         def act() -> Object:
+            self._process.watchdog.before_apply(self._process, manifest)
             self._cluster.note(f"apply {manifest['kind']} {manifest['metadata']['name']}")
             return self._cluster.apply(manifest)
 
@@ -210,7 +213,9 @@ class Process:
             SETTINGS,
             namespaces=[],
             monitors=monitors,  # type: ignore[arg-type]
-            clock=lambda: self.cluster.now,
+            clock=SteadyClock(
+                wall=lambda: self.cluster.now + self.weather.clock_off_s, monotonic=self.cluster.loop.time
+            ),
             chance=self.chance,
         )
         self._tasks = [self.cluster.loop.create_task(self._run(self.reconciler))]

@@ -36,6 +36,7 @@ def report(outcome: Outcome) -> str:
 
 
 def test_every_history_ends_with_all_groups_serving_or_a_named_failure():
+    """Recovery has more corners than anybody lists: kthena#1661, #517, #372, #1267; PR#716/#738."""
     gc.freeze()  # what is imported by now is not looked at again by the forked processes
     with multiprocessing.get_context("fork").Pool(2, quietly) as pool:
         for seed, problem in pool.imap_unordered(wrong, range(FIRST, FIRST + COUNT), chunksize=20):
@@ -72,6 +73,18 @@ FOUND = {
     ),
     "a head that had just become ready was deleted as one that does not serve": replace(
         PLAIN, seed=281, replicas=1, surge=1, unavailable=0, faults=(Fault(8.91, "new image", 534202139),)
+    ),
+    "an operator whose clock was ahead when it started took pods that were ending for stuck ones": replace(
+        PLAIN,
+        seed=1210,
+        replicas=1,
+        size=1,
+        unavailable=2,
+        faults=(
+            Fault(7.29, "clock step", 459443300),
+            Fault(7.37, "kill operator", 922198075),
+            Fault(68.27, "another new image", 585702538),
+        ),
     ),
 }
 

@@ -126,6 +126,8 @@ def test_a_name_that_a_stranger_has_is_left_alone_and_said_and_taken_once_it_is_
 
 
 def test_a_watch_that_goes_silent_is_made_up_for_by_comparing_lists():
+    """A resource is not left for ever at what its controller did not hear: kserve#6043."""
+
     async def script(world: World) -> None:
         await ready(world)
         await asyncio.sleep(30)
@@ -183,7 +185,7 @@ def test_a_resource_made_anew_under_the_same_name_takes_nothing_over_and_starts_
 
 
 def test_one_dead_rank_ends_the_whole_group_and_names_itself():
-    """Problem 43 (vllm#32136), 44: the others hang or cannot rejoin, so all of them go."""
+    """The others hang or cannot rejoin, so all of them go: vllm#32136, vllm#30112."""
 
     async def script(world: World) -> None:
         await ready(world)
@@ -202,7 +204,7 @@ def test_one_dead_rank_ends_the_whole_group_and_names_itself():
 
 
 def test_an_engine_that_always_fails_is_tried_ever_more_rarely_and_is_given_up_where_asked():
-    """Problem 47 (lws#820): no endless restart loop."""
+    """No endless restart loop: lws#820/PR#877."""
 
     async def script(world: World) -> None:
         world.edit(engine={"image": "vllm/vllm-openai:broken"}, failurePolicy={"maxRestarts": 3})

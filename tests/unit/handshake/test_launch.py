@@ -346,6 +346,7 @@ def test_the_probe_fails_with_a_reason_while_there_is_no_monitor(tmp_path: Path)
 def test_a_worker_outlives_the_head_which_closes_its_api_first_and_no_longer_than_it_is_given(
     tmp_path: Path, monitor: Callable[..., Monitor]
 ) -> None:
+    """The group drains as one, the head first: gpustack-operator `shutdown.md`, llm-d#927/PR#2444."""
     server = monitor(RELEASED)
     (tmp_path / "dpd-head-ip").write_text("127.0.0.1")
     message = plan(monitor_port=server.port, api_port=1)

@@ -251,7 +251,10 @@ def test_clients_reach_exactly_the_pods_that_have_an_api(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_pod_that_serves_is_ready_by_its_own_api_and_others_by_the_handshake(mode):
-    """Readiness from the engine, not from the process: aws-do-eks PR#79, awslabs PR#1256."""
+    """Readiness from the engine, not from the process: aws-do-eks PR#79, awslabs PR#1256.
+
+    And nobody has to write probes by hand: llm-d PR#329 (WIP) and its readiness doc.
+    """
     inc = incarnation(**MODES[mode])
     worker = render.stateful_sets(inc)[0]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]
     head = render.head_pod(inc)["spec"]["containers"][0]["readinessProbe"]

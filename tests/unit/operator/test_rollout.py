@@ -214,6 +214,7 @@ def budget(world: World, index: int) -> int:
 
 
 def test_the_budget_of_one_group_at_a_time_is_open_and_closes_when_the_node_is_back():
+    """A budget of pods that lets half a group go wedges drains: pdb-operator/pdb-operator#81, PR#82."""
     world = serving(2)
     assert (budget(world, 0), budget(world, 1)) == (4, 4)
     world.nodes = {"n2": Node(name="n2", unschedulable=True)}
@@ -376,6 +377,7 @@ def test_an_image_that_cannot_be_pulled_ends_in_a_named_failure_and_a_slow_pull_
 
 
 def test_waiting_for_capacity_says_what_is_held_how_long_and_for_what():
+    """No spare capacity is said, not left to be guessed: lws#567, #688, #776."""
     devices = {"assignment": "DevicePlugin"}
     world = World(dataParallel={"size": 8, "sizeLocal": 2}, devices=devices, tensorParallelSize=4)
     world.reconcile()
