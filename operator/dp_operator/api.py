@@ -25,6 +25,8 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "DataParallelDeployment"
 PLURAL = "dataparalleldeployments"
 
+PER_NODE_MAX = 64  # devices
+
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[int, Meta(ge=0, le=604_800)]
 # Of int-or-string fields the API server checks a pattern and a length only where the value is a string.
@@ -157,7 +159,7 @@ class Devices(_Spec, frozen=True, kw_only=True):
     visible_devices_env_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Z_][A-Z0-9_]*$")] = (
         "CUDA_VISIBLE_DEVICES"
     )
-    per_node: Annotated[int, Meta(ge=1, le=64, description="Devices of one node, used by Slots.")] = 8
+    per_node: Annotated[int, Meta(ge=1, le=PER_NODE_MAX, description="Devices of one node, used by Slots.")] = 8
 
 
 class Startup(_Spec, frozen=True, kw_only=True):

@@ -41,6 +41,24 @@ def test_a_pod_can_run_two_ranks_which_share_its_devices(space: Space) -> None:
     assert all(served[rank] for rank in range(4)), served
 
 
+def test_devices_that_narrow_pods_give_back_are_taken_by_a_wide_pod_at_once(space: Space) -> None:
+    """The scheduler would let a pod with an anti-affinity term for each of its devices sleep for five minutes."""
+    nodes = len(space.cluster.nodes())
+    narrow = {"assignment": "Slots", "perNode": 1}
+    space.create(dpd("narrow", size=1, replicas=nodes, devices=narrow))
+    space.until_ready("narrow", within_s=240)
+    wide = {"assignment": "Slots", "perNode": 2}
+    space.create(dpd("wide", size=2, dataParallel={"sizeLocal": 2}, devices=wide))
+    until(
+        "the wide pod waits for a node",
+        lambda: space.group("wide")["waitingFor"],
+        lambda text: "Unschedulable" in text,
+        within_s=30,
+    )
+    space.delete("dataparalleldeployments", "narrow")
+    space.until_ready("wide", within_s=60)
+
+
 def test_a_moe_group_with_a_colocated_head_serves(space: Space) -> None:
     space.create(dpd("moe", size=2, args=["--moe"], model={"architecture": "MoE"}))
     space.until_ready("moe")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dp_operator import naming, versions
-from dp_operator.api import Spec
+from dp_operator.api import PER_NODE_MAX, Spec
 from dp_operator.render.shape import devices_per_pod
 
 # From here on a device may be given by another name than its number, such as GPU-uuid.
@@ -17,21 +17,43 @@ def slot_devices(spec: Spec, slot: int) -> range:
 
 
 def device_labels(spec: Spec, slot: int | None) -> dict[str, str]:
-    """One label per device index, so that pods of different widths and objects still exclude each other."""
+    """The devices of a slot as a label, so that pods of different widths and objects still exclude each other."""
     if slot is None:
         return {}
-    return {f"{naming.LABEL_DEVICE}{index}": "used" for index in slot_devices(spec, slot)}
+    return {naming.LABEL_DEVICES: _range(slot, devices_per_pod(spec))}
 
 
 def anti_affinity(spec: Spec, slot: int) -> list[dict[str, object]]:
-    """Keep pods that use one of this slot's devices, of whatever object and namespace, off the node."""
+    """Keep pods that use one of this slot's devices, of whatever object and namespace, off the node.
+
+    One term that lists every slot of any width that shares a device, not one term per device: when a pod goes, the
+    scheduler looks again at those waiting pods only whose terms *all* match it (Kubernetes 1.35), so that a pod with a
+    term for each of its eight devices would sleep for five minutes beside devices that a narrower pod has given back.
+    """
     return [
         {
             "topologyKey": "kubernetes.io/hostname",
             "namespaceSelector": {},
-            "labelSelector": {"matchExpressions": [{"key": key, "operator": "Exists"}]},
+            "labelSelector": {
+                "matchExpressions": [
+                    {"key": naming.LABEL_DEVICES, "operator": "In", "values": _overlapping(slot_devices(spec, slot))}
+                ]
+            },
         }
-        for key in device_labels(spec, slot)
+    ]
+
+
+def _range(slot: int, width: int) -> str:
+    return f"{slot * width}-{slot * width + width - 1}"
+
+
+def _overlapping(devices: range) -> list[str]:
+    """All slots of all widths on a node of PER_NODE_MAX devices that share one with these."""
+    return [
+        _range(slot, width)
+        for width in range(1, PER_NODE_MAX + 1)
+        for slot in range(devices[0] // width, devices[-1] // width + 1)
+        if (slot + 1) * width <= PER_NODE_MAX
     ]
 
 

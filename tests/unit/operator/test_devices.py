@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dp_engine import devices as engine_devices
 from dp_engine.versions import wire_of
-from dp_operator import naming, render, rules
-from dp_operator.render import Incarnation
+from dp_operator import render, rules
+from dp_operator.render import Incarnation, devices
 from tests.unit.operator.shapes import VERSIONS, specs
 from tests.unit.operator.world import SETTINGS, resource
 
@@ -111,24 +111,35 @@ def resource_with(spec):
     return msgspec.structs.replace(resource(), spec=spec)
 
 
-def test_pods_of_different_widths_exclude_each_other_by_device_in_every_namespace():
-    """Two objects with different sizeLocal on one node: one label and one term per device index."""
-    narrow = resource(dataParallel={"size": 4}, devices={"assignment": "Slots", "perNode": 4})
-    wide = resource(dataParallel={"size": 4, "sizeLocal": 4}, devices={"assignment": "Slots", "perNode": 4})
-    heads = [
-        render.head_pod(Incarnation(cr=cr, group=0, id="abcde", revision="r", settings=SETTINGS))
-        for cr in (narrow, wide)
-    ]
-    labels = [{k for k in head["metadata"]["labels"] if k.startswith(naming.LABEL_DEVICE)} for head in heads]
-    assert labels == [
-        {"dataparallel.io/device-0"},
-        {f"dataparallel.io/device-{index}" for index in range(4)},
-    ]
-    for head, mine in zip(heads, labels, strict=True):
-        terms = head["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        assert {term["labelSelector"]["matchExpressions"][0]["key"] for term in terms} == mine
-        assert all(term["namespaceSelector"] == {} for term in terms)
-        assert all(term["topologyKey"] == "kubernetes.io/hostname" for term in terms)
+def slots_of(width: int, slot: int) -> tuple[set[int], dict[str, str], list[dict[str, Any]]]:
+    """Devices, labels and anti-affinity terms of the pods of one slot."""
+    per_node = 64 // width * width
+    spec = resource(
+        dataParallel={"size": width * 2, "sizeLocal": width}, devices={"assignment": "Slots", "perNode": per_node}
+    ).spec
+    terms: Any = devices.anti_affinity(spec, slot)
+    return set(render.slot_devices(spec, slot)), devices.device_labels(spec, slot), terms
+
+
+slot_places = st.integers(1, 64).flatmap(lambda width: st.tuples(st.just(width), st.integers(0, 64 // width - 1)))
+
+
+@given(slot_places, slot_places)
+def test_pods_of_any_two_widths_exclude_each_other_exactly_where_they_share_a_device(one, other):
+    mine, _, (term,) = slots_of(*one)
+    theirs, labels, _ = slots_of(*other)
+    (expression,) = term["labelSelector"]["matchExpressions"]
+    assert expression["operator"] == "In"
+    assert (labels[expression["key"]] in expression["values"]) == bool(mine & theirs)
+
+
+@given(slot_places)
+def test_a_pod_that_waits_for_devices_has_one_term_only_so_that_any_pod_that_gives_some_back_wakes_it(place):
+    """The scheduler looks again at a waiting pod when a pod goes that matches all of its anti-affinity terms."""
+    _, _, terms = slots_of(*place)
+    assert len(terms) == 1
+    assert terms[0]["namespaceSelector"] == {}, "in every namespace"
+    assert terms[0]["topologyKey"] == "kubernetes.io/hostname"
 
 
 @pytest.mark.parametrize("env_name", [*sorted(ENV_NAMES), "HABANA_VISIBLE_DEVICES"])
