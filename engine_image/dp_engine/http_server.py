@@ -139,6 +139,8 @@ class Server:
             raise BadRequestError(f"no fault: {failure}") from None
         if fault.kind not in RUNTIME:
             raise BadRequestError(f"{fault.kind} cannot come at run time; these can: {', '.join(sorted(RUNTIME))}")
+        if fault.on_signal:
+            raise BadRequestError("on=signal belongs to --fault: this call is the signal")
         ranks = [rank for rank in self._client.ranks if fault.hits(rank)]
         await asyncio.gather(*(self._client.call(rank, "inject_fault", body["fault"]) for rank in ranks))
         return web.json_response({"ranks": ranks})

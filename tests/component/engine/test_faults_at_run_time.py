@@ -36,7 +36,14 @@ def test_an_injected_crash_takes_exactly_its_rank(bed):
     assert head.popen.poll() is None
 
 
-@pytest.mark.parametrize(("text", "message"), [("slow-load", "cannot come at run time"), ("what", "unknown fault")])
+REFUSED = [
+    ("slow-load", "cannot come at run time"),
+    ("what", "unknown fault"),
+    ("crash:on=signal", "on=signal belongs to --fault"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_what_cannot_be_injected_is_refused_by_name(bed, text, message):
     group(bed)
     status, body, _ = inject(bed, text)

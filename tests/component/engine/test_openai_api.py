@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import openai
 import pytest
@@ -151,6 +152,16 @@ def test_service_endpoints_answer_as_vllms(client, bed):
     assert json.loads(bed.request("GET", "/load")[1]) == {"server_load": 0}
     headers = bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "abc"})[2]
     assert headers["X-Request-Id"] == "abc"
+
+
+def test_the_load_counts_requests_under_way_when_asked_to(bed, wait):
+    bed.head("--enable-server-load-tracking", "--tokens-per-second", "20", size=1, local=1)
+    bed.wait_ready()
+    thread = threading.Thread(target=lambda: bed.complete(max_tokens=20, ignore_eos=True))
+    thread.start()
+    wait(lambda: bed.request("GET", "/load")[1] == '{"server_load": 1}', within_s=10, last=bed.logs)
+    thread.join()
+    assert bed.request("GET", "/load")[1] == '{"server_load": 0}'
 
 
 def test_elastic_endpoints_answer_as_without_ray(client, bed):
