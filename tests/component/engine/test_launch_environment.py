@@ -73,6 +73,14 @@ def test_0_17_notices_a_dead_front_end_only_after_the_handshake(bed, wait):
     assert "Process(es) ended unexpectedly: {'ApiServer_1': -9}" in head.log()
 
 
+def test_a_front_end_that_dies_later_ends_its_node_too(bed):
+    head = bed.head(size=2, local=2, servers=2)
+    bed.wait_ready()
+    os.kill(process_titled(bed, "VLLM::APIServer_0"), signal.SIGKILL)
+    assert head.exit_code() == 1
+    assert bed.alive() == []
+
+
 def test_a_hanging_rank_is_killed_after_the_time_that_the_environment_gives(bed):
     env = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}
     head = bed.head("--fault", "hang:ranks=1,on=signal", size=2, local=2, env=env)
