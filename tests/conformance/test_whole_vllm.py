@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from dp_engine import logprobs
 from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Program, Vllm, free_port, until
 from tests.conformance.report import Table
 
@@ -41,6 +43,18 @@ def group(port: int, *, local: int) -> tuple[str, ...]:
     return ("-dp", "2", "-dpl", str(local), "-dpa", "127.0.0.1", "-dpp", str(port))
 
 
+def assert_logprobs(api: Api) -> None:
+    """vLLM's front end reads out of our outputs what our rank put in: the chosen token, and the best."""
+    asked = {"model": "m", "prompt": "hi", "max_tokens": 6, "ignore_eos": True, "logprobs": 3}
+    status, text = api.call("/v1/completions", {**asked, "return_tokens_as_token_ids": True})
+    assert status == 200, text
+    found = json.loads(text)["choices"][0]["logprobs"]
+    ours = [logprobs.of_token(int(name.removeprefix("token_id:")), 3) for name in found["tokens"]]
+    assert len(ours) == 6
+    assert found["token_logprobs"] == [item.logprob for item in ours]
+    assert found["top_logprobs"] == [{f"token_id:{token}": value for token, value in item.top} for item in ours]
+
+
 def test_vllm_serve_without_ranks_answers_through_our_engines(
     vllm: Vllm, bed: Bed, compatibility: Table, tiny_dense: Path
 ) -> None:
@@ -60,6 +74,7 @@ def test_vllm_serve_without_ranks_answers_through_our_engines(
         assert api.complete(tokens=7) == 7
         for rank in (0, 1):
             assert api.complete(tokens=5, rank=rank) == 5
+        assert_logprobs(api)
         status, metrics = api.call("/metrics")
         assert status == 200
         for rank, tokens in ((0, 5), (1, 5)):

@@ -3,7 +3,8 @@
 A case of `release.py`: `{"kind": "engines", "mode": "internal", "moe": true, "ranks": [{"rank": 0, "handshake":
 "tcp://127.0.0.1:29550", "own": null}, …]}`; `own` is where a rank of a hybrid or external group shakes hands with its
 pod's front end. vLLM's own engine class is constructed and runs its own loop; replaced are the model with its scheduler
-(one token a step for every request) and the all-reduce (ranks are threads here). Prints one JSON object a line: `{"ready": rank}`, `{"finished": request, "rank": …, "tokens": …}`,
+(one token a step for every request) and the all-reduce (ranks are threads here); the group for it is vLLM's own, joined
+at the address and port that INIT names. Prints one JSON object a line: `{"met": rank, "store": port}`, `{"ready": rank}`, `{"finished": request, "rank": …, "tokens": …}`,
 `{"aborted": request, "rank": …}`, `{"paused": wave, "rank": …}`. SIGUSR1 makes the last rank say that it is dead.
 """
 
@@ -11,16 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import queue
 import signal
 import threading
 import time
 import traceback
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 STEP_S = 0.002
+# What of the parallel configuration decides where MoE ranks meet.
+MEETING = (
+    *("data_parallel_rank", "data_parallel_size", "data_parallel_master_ip", "data_parallel_master_port"),
+    *("_data_parallel_master_port_list", "_coord_store_port"),
+)
 _printing = threading.Lock()
 
 
@@ -45,10 +52,10 @@ class RankConfig(Config):
         """vLLM calls this after the handshake."""
 
 
-def configuration(*, rank: int, size: int, mode: str, moe: bool, group: Group, lockstep: bool) -> RankConfig:
+def configuration(*, rank: int, mode: str, moe: bool, group: Group, lockstep: bool) -> RankConfig:
     parallel = Config(
         # A dense rank is an engine of its own since 0.14.
-        data_parallel_size=size if lockstep else 1,
+        data_parallel_size=group.size if lockstep else 1,
         data_parallel_rank=rank,
         data_parallel_index=rank,
         data_parallel_rank_local=rank,
@@ -61,7 +68,7 @@ def configuration(*, rank: int, size: int, mode: str, moe: bool, group: Group, l
         dp_sync_interval=16,
         enable_elastic_ep=False,
         enable_fault_tolerance=False,
-        _coord_store_port=0,
+        _coord_store_port=None,  # INIT brings it from 0.32 on
         compute_hash=lambda: "HASH",
         sync_dp_state=group.sync,
     )
@@ -75,11 +82,30 @@ def configuration(*, rank: int, size: int, mode: str, moe: bool, group: Group, l
     )
 
 
+def meet(kind: Any, pipe: Any) -> None:
+    """Join torch's group as vLLM does, in a process of one rank; `kind` is vLLM's class of parallel configurations."""
+    parallel = Config(**pipe.recv())
+    for name in ("get_next_dp_init_port", "_pick_stateless_dp_port"):
+        if (method := getattr(kind, name, None)) is not None:
+            setattr(parallel, name, MethodType(method, parallel))
+    joined = kind.stateless_init_dp_group(parallel)
+    pipe.send("met")
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    del joined
+
+
 class Group:
     """The all-reduce between ranks that are threads: a logical or."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, ranks: list[int], kind: Any) -> None:
+        self.size = size = len(ranks)
+        # Forked before there are threads.
+        self.meetings: dict[int, Any] = {}
+        fork = multiprocessing.get_context("fork")
+        for rank in ranks:
+            self.meetings[rank], theirs = fork.Pipe()
+            fork.Process(target=meet, args=(kind, theirs), daemon=True).start()
         self._flags = [False] * size
         self._barrier = threading.Barrier(size)
         self._rank = threading.local()
@@ -186,8 +212,14 @@ def without_model(core: Any, group: Group) -> None:
         return running
 
     def join(self: Any, vllm_config: Any) -> None:
-        self.dp_rank = vllm_config.parallel_config.data_parallel_rank
-        self.dp_size = vllm_config.parallel_config.data_parallel_size
+        parallel = vllm_config.parallel_config
+        self.dp_rank = parallel.data_parallel_rank
+        self.dp_size = parallel.data_parallel_size
+        if self.dp_size > 1:
+            # vLLM's ranks meet where INIT says; what they reduce there they reduce here between threads.
+            group.meetings[self.dp_rank].send({name: getattr(parallel, name) for name in MEETING})
+            group.meetings[self.dp_rank].recv()
+            say(met=self.dp_rank, store=parallel._coord_store_port)
         self.dp_group = group
 
     @contextlib.contextmanager
@@ -217,7 +249,7 @@ def run_rank(core: Any, where: dict[str, Any], *, mode: str, moe: bool, group: G
     group.enter(rank)
     # 0.11 knows no independent ranks.
     lockstep = moe or vllm.__version__.startswith("0.11")
-    config = configuration(rank=rank, size=group.size, mode=mode, moe=moe, group=group, lockstep=lockstep)
+    config = configuration(rank=rank, mode=mode, moe=moe, group=group, lockstep=lockstep)
     kind = core.DPEngineCoreProc if lockstep else core.EngineCoreProc
     more = {} if lockstep else {"engine_index": rank}
     beside_front_end = mode != "internal"
@@ -231,7 +263,7 @@ def run(settings: dict[str, Any]) -> None:
     from vllm.v1.engine import core
 
     ranks = settings["ranks"]
-    group = Group(len(ranks))
+    group = Group([where["rank"] for where in ranks], core.ParallelConfig)
     without_model(core, group)
     cores: dict[int, Any] = {}
 
