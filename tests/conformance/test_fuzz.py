@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dp_engine import wire
 from dp_engine.coordinator import BarrierBrokenError, Coordinator
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, HandshakeError, Init, decode_init
 from dp_engine.versions import wire_of
-from tests.conformance.conftest import RELEASES, Api, Bed, free_port, until
+from tests.conformance.conftest import RELEASES, REPOSITORY, Api, Bed, free_port, until
 from tests.conformance.report import Table
 
 SEED = int(os.environ.get("FUZZ_SEED", "20"))
@@ -183,6 +184,74 @@ def test_an_engine_lives_through_injured_requests_and_ends_when_told(bed: Bed) -
         assert bed.exit_code(engine, within_s=10) == 0
         for socket in (*inputs, output):
             socket.close()
+
+
+class RunningCoordinator:
+    """Our coordinator of two MoE ranks, its barrier passed, as a front end and both ranks see it."""
+
+    def __init__(self, bed: Bed, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        script = str(Path(__file__).parent / "our_coordinator.py")
+        env = {"PYTHONPATH": str(REPOSITORY / "engine_image"), "TMPDIR": str(bed.directory)}
+        self.program = bed.start("coordinator", [sys.executable, script, "2", "0.32.0", "--moe"], env)
+        endpoints = self.program.message("endpoints", within_s=20)
+        # Injured frames come from another front end: one that begins with 0 ends its sender's subscription.
+        self.front, self.injured, *self.ranks = [context.socket(zmq.XSUB) for _ in range(4)]
+        self.output = context.socket(zmq.PUSH)
+        for socket, name in ((self.front, "stats"), (self.injured, "stats"), (self.output, "engine_output")):
+            socket.connect(endpoints[name])
+        for rank in self.ranks:
+            rank.connect(endpoints["engine_input"])
+            rank.send(wire.SUBSCRIBE)
+        for rank in self.ranks:
+            assert rank.poll(10_000), self.program.log()
+            assert rank.recv() == wire.COORDINATOR_READY
+        self.front.send(wire.SUBSCRIBE)
+
+    def publishes(self) -> bool:
+        """Whether a rank's new counts reach the front end; False when the process has ended."""
+        for busy in range(1, 200):
+            stats = {"num_waiting_reqs": 0, "num_running_reqs": busy, "step_counter": busy, "current_wave": 0}
+            self.output.send(wire.encode_outputs(wire.Outputs(engine=1, stats=stats), now=0.0))
+            while self.front.poll(100):
+                counts = wire.decode(self.front.recv())[0]
+                if counts is not None and counts[1][1]:
+                    return True
+            if not self.program.running():
+                return False
+        return False
+
+
+def test_the_coordinator_lives_through_injured_frames_of_front_ends_and_ranks(bed: Bed) -> None:
+    random_ = random.Random(SEED)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        coordinator = RunningCoordinator(bed, context)
+        assert coordinator.publishes(), coordinator.program.log()
+        before = rss(coordinator.program.pid)
+        for number in range(600):
+            coordinator.injured.send(mutate(FRAMES["first_request"], random_) or b"\xc1")
+            coordinator.ranks[number % 2].send(
+                bytes([random_.choice([2, 3, 9, 0xC1])]) + mutate(FRAMES["abort"], random_)
+            )
+        assert coordinator.publishes(), coordinator.program.log()
+        assert rss(coordinator.program.pid) - before < 32 * 2**20
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_coordinator_serves_on_or_ends_with_status_1_when_a_ranks_output_is_injured(bed: Bed, number: int) -> None:
+    """vLLM's does not catch what it cannot decode, and a group without its coordinator ends."""
+    random_ = random.Random(f"{SEED}-coordinator-{number}")
+    frame = mutate(FRAMES["outputs_stats"], random_)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        coordinator = RunningCoordinator(bed, context)
+        coordinator.output.send(frame)
+        if not coordinator.publishes():
+            assert bed.exit_code(coordinator.program, within_s=5) == 1, f"{frame.hex()}\n{coordinator.program.log()}"
+    finally:
+        context.destroy(linger=0)
 
 
 def rss(pid: int) -> int:
