@@ -11,7 +11,7 @@ import pytest
 from tests.conformance.conftest import IMPORT_S, Api, Bed, Program, Release, free_port, until
 from tests.conformance.report import Table
 
-START_S = 30.0
+START_S = 60.0
 
 
 def our_head(bed: Bed, *, size: int, moe: bool, version: str, servers: int) -> tuple[Program, Api, int]:
