@@ -111,7 +111,7 @@ e2e: $(STAMP) up images install-here ## End-to-end tests on the cluster
 	$(BIN)/pytest -q tests/apiserver tests/e2e
 
 .PHONY: survival
-survival: $(STAMP) up ## Kills, partitions and power cuts on the cluster of `make up`, which must live on
+survival: $(STAMP) up images install-here ## Faults of groups, operator, nodes and cluster, after which all must be well
 	$(BIN)/pytest -q tests/bed
 
 # `up` is early, because it installs what the component tests need: ip and iptables.

@@ -136,8 +136,9 @@ def suffer(ground: Ground, case: Case, before: Group, struck: float) -> Suffered
     told = ground.diary.first(before.name, "its failure is named", named, since=struck, within_s=NAMED_WITHIN_S + 45)
     failure = told.groups[0]["lastFailures"][0]
     again = replaced(ground, before, since=told.at)
-    back_off = float(BACK_OFF_S) if case.charged else 0.0
-    row = Recovery(case.says, case.reason, told.at - struck, again.at - struck, before.cold_start_s, back_off)
+    after_s = told.at - struck
+    waited_s = after_s if case.reason == "NodeLost" else float(BACK_OFF_S) if case.charged else 0.0
+    row = Recovery(case.says, case.reason, after_s, again.at - struck, before.cold_start_s, waited_s)
     return Suffered(row, failure, again.groups[0])
 
 

@@ -71,6 +71,23 @@ def ensure(bed: Bed | KindCluster) -> None:
             say(f"{image.reference}: all nodes have it")
 
 
+def ensure_variant(bed: Bed | KindCluster, reference: str, context: Path) -> None:
+    """Build the operator anew from a copy of its folder that somebody has changed, and bring it to every node.
+
+    `context` is laid out as the checkout. To be called after `ensure`, so that only the changed layers are built.
+    """
+    image = Image(reference, OPERATOR.folder, OPERATOR.packages)
+    if isinstance(bed, KindCluster):
+        run([bed.engine, "build", "-f", f"{image.folder}/Dockerfile", "-t", reference, "."], cwd=context)
+        archive = context / "image.tar"
+        run([bed.engine, "save", "-o", archive, reference])
+        bed.load(archive)
+        return
+    layout = context / "layout"
+    _build(image, base_image.ensure(), layout, context=context)
+    _load(image, layout, bed.nodes)
+
+
 def inputs_digest(image: Image, checkout: Path) -> str:
     """Digest of everything that the image is made from."""
     folder = checkout / image.folder
@@ -120,11 +137,11 @@ def _layout(image: Image) -> Path:
     return target
 
 
-def _build(image: Image, base: str, layout: Path) -> None:
+def _build(image: Image, base: str, layout: Path, *, context: Path = CHECKOUT) -> None:
     argv = ["bud", "--layers", "--pull-never", "--format", "oci", "-f", f"{image.folder}/Dockerfile"]
     arguments = [f"BASE={base}", "PIP_ARGS=--no-index --find-links /in"]
     options = [word for argument in arguments for word in ("--build-arg", argument)]
-    run(buildah(*argv, *options, "-t", image.reference, "."), cwd=CHECKOUT)
+    run(buildah(*argv, *options, "-t", image.reference, "."), cwd=context)
     run(buildah("push", image.reference, f"oci:{layout}:latest"))
 
 
