@@ -70,7 +70,7 @@ def _argument_errors(spec: api.Spec, *, version: str) -> Iterator[str]:
     """Say what vLLM refuses and the API server cannot tell: values that depend on each other, or on their places."""
     dp = spec.data_parallel
     most = _argument(spec, "--elastic-ep-max-dp-size")
-    if most.isdigit() and int(most) < dp.size:
+    if rules.switch(spec, "--enable-elastic-ep") and most.isdigit() and int(most) < dp.size:
         yield f"spec.engine.args: --elastic-ep-max-dp-size {most}: write at least dataParallel.size, {dp.size}"
     if spec.devices.assignment != "None":
         return

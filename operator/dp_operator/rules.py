@@ -82,7 +82,7 @@ VISIBLE_DEVICES_ENV_NAMES = (
     "HABANA_VISIBLE_DEVICES",
 )
 TWINS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-_NO_EPLB = ("ZE_AFFINITY_MASK", "TPU_VISIBLE_CHIPS", "CPU_VISIBLE_MEMORY_NODES")
+_NO_EPLB = ("TPU_VISIBLE_CHIPS", "CPU_VISIBLE_MEMORY_NODES")  # XPU has it in newer releases
 _CPU_THREADS_ENV_NAME = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -186,7 +186,7 @@ def _spellings(flag: str) -> list[str]:
     return [flag, "--" + flag[2:].replace("-", "_")]
 
 
-def _switch(spec: Spec, flag: str) -> bool:
+def switch(spec: Spec, flag: str) -> bool:
     """Whether args have a switch of vLLM, in one of its two spellings."""
     return any(arg in _spellings(flag) for arg in spec.engine.args)
 
@@ -214,12 +214,12 @@ def _switch_rules() -> list[Rule]:
             "--enable-eplb",
             f"self.devices.assignment == 'None' || !(self.devices.visibleDevicesEnvName in {_strings(_NO_EPLB)})",
             lambda spec: spec.devices.assignment != "None" and spec.devices.visible_devices_env_name in _NO_EPLB,
-            "vLLM has expert load balancing on CUDA and ROCm only: leave the flag out",
+            "vLLM has no expert load balancing on this platform: leave the flag out",
         ),
         (
             "--enable-elastic-ep",
             _has_switch("--enable-eplb"),
-            lambda spec: not _switch(spec, "--enable-eplb"),
+            lambda spec: not switch(spec, "--enable-eplb"),
             "elastic expert parallelism is done by expert load balancing: write --enable-eplb too",
         ),
         (
@@ -265,7 +265,7 @@ def _switch_rules() -> list[Rule]:
         Rule(
             field=".engine.args",
             cel=f"!{_has_switch(flag)} || ({cel})",
-            broken=lambda spec, flag=flag, broken=broken: _switch(spec, flag) and broken(spec),  # type: ignore[misc]
+            broken=lambda spec, flag=flag, broken=broken: switch(spec, flag) and broken(spec),  # type: ignore[misc]
             message=f"{flag}: {message}",
         )
         for flag, cel, broken, message in rows
@@ -824,7 +824,7 @@ RULES = (
             "self.engine.args.all(a, !a.contains('num-redundant-experts') && !a.contains('num_redundant_experts'))"
         ),
         broken=lambda spec: (
-            not _switch(spec, "--enable-eplb")
+            not switch(spec, "--enable-eplb")
             and any(f"num{dash}redundant{dash}experts" in arg for arg in spec.engine.args for dash in "-_")
         ),
         message=(

@@ -13,7 +13,7 @@ ENUMS = {
     "dataParallel.loadBalancing": ["Internal", "Internal", "Hybrid", "External"],
     "dataParallel.headPlacement": ["Colocated", "Dedicated"],
     "devices.assignment": ["None", "DevicePlugin", "Slots"],
-    "devices.visibleDevicesEnvName": ["CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "MINE"],
+    "devices.visibleDevicesEnvName": ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "MINE"],
     "devices.resourceName": ["nvidia.com/gpu", "amd.com/gpu"],
     "devices.perNode": [1, 2, 4, 6, 8],
     "dataParallel.size": [1, 2, 4, 6, 8],

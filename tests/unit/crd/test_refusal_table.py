@@ -70,11 +70,11 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("offline ranks by environment", env("VLLM_DP_RANK"), "everything that begins with VLLM_DP_"),
     ("EPLB without expert parallelism", MOE | args("--enable-eplb"), "write enableExpertParallel: true"),
     (
-        "EPLB on other platforms than CUDA and ROCm",
+        "EPLB on a platform without it",
         EP
-        | {"devices.assignment": "Slots", "devices.visibleDevicesEnvName": "ZE_AFFINITY_MASK"}
+        | {"devices.assignment": "Slots", "devices.visibleDevicesEnvName": "TPU_VISIBLE_CHIPS"}
         | args("--enable-eplb"),
-        "on CUDA and ROCm only",
+        "no expert load balancing on this platform",
     ),
     ("redundant experts without EPLB", EP | args("--num-redundant-experts", "2"), "write --enable-eplb too"),
     ("an internal rank above 0 that serves", args("--data-parallel-start-rank", "1"), "the operator places the ranks"),
