@@ -27,15 +27,22 @@ def test_a_dedicated_head_serves_without_running_a_rank(space: Space) -> None:
     assert all(served[rank] for rank in (0, 1)), served
 
 
-def test_a_pod_can_run_two_ranks_which_share_its_devices(space: Space) -> None:
-    space.create(dpd("pairs", size=4, dataParallel={"sizeLocal": 2}, devices={"assignment": "Slots", "perNode": 2}))
-    status = space.until_ready("pairs")
+def test_the_ranks_of_a_pod_share_its_devices_each_with_its_tensor_parallel_neighbours(space: Space) -> None:
+    """vllm PR#53743, #54694, #22677, #44556."""
+    devices = {"assignment": "Slots", "perNode": 4}
+    space.create(dpd("pairs", size=4, dataParallel={"sizeLocal": 2}, tensorParallelSize=2, devices=devices))
+    status = space.until_ready("pairs", within_s=180)
     assert status["ranks"]["summary"] == "4/4"
     pods = space.pods("pairs")
     assert len(pods) == 2
     assert len({pod["spec"]["nodeName"] for pod in pods.values()}) == 2
+    log = ""
     for name in pods:
-        assert space.kubectl("exec", name, "-c", "engine", "--", "printenv", "CUDA_VISIBLE_DEVICES").strip() == "0,1"
+        seen = space.kubectl("exec", name, "-c", "engine", "--", "printenv", "CUDA_VISIBLE_DEVICES").strip()
+        assert seen == "0,1,2,3"
+        log += space.kubectl("logs", name, "-c", "engine")
+    for rank, mine in ((0, "0,1"), (1, "2,3"), (2, "0,1"), (3, "2,3")):
+        assert f"DP rank {rank} uses cuda devices {mine}\n" in log
     space.complete_many("pairs", 16)
     served = space.served("pairs")
     assert all(served[rank] for rank in range(4)), served
