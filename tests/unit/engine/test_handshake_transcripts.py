@@ -73,6 +73,21 @@ def test_the_group_is_complete_only_when_every_rank_is_ready():
     assert machine.done
 
 
+def test_a_negative_number_of_local_ranks_is_waited_for_and_cannot_come():
+    """Until 0.31 `-dp 2 -dpl -1` starts a head that counts three remote ranks, of which two exist."""
+    machine = FrontEndHandshake(
+        expected=[Expected(rank=rank, local=False) for rank in range(2)],
+        init=Init(addresses=ADDRESSES, parallel_config={}),
+        remote_headless=True,
+        config_hash=None,
+        never=1,
+    )
+    for rank in range(2):
+        machine.receive(hello(rank))
+        machine.receive(ready(rank))
+    assert not machine.done
+
+
 def test_a_rank_256_has_a_two_byte_identity():
     machine = head(size=300, local=0)
     assert machine.receive(hello(256))[0] == b"\0\1"
