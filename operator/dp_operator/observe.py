@@ -275,20 +275,17 @@ def observe(
             continue
         if not group.isdecimal():
             continue
-        part = parts.setdefault(
-            incarnation,
-            {
-                "group": int(group),
-                "revision": labels.get(naming.LABEL_REVISION, ""),
-                "workers": {},
-                "stateful_sets": {},
-            },
-        )
+        part = parts.get(incarnation)
+        if part is None:
+            revision = labels.get(naming.LABEL_REVISION, "")
+            part = {"group": int(group), "revision": revision, "workers": {}, "stateful_sets": {}}
+            parts[incarnation] = part
+        if is_worker:
+            part["workers"][name] = obj
+            continue
         base = naming.base_name(labels.get(naming.LABEL_NAME, ""), int(group), incarnation)
         if kind == "Pod":
-            if is_worker:
-                part["workers"][name] = obj
-            elif name == naming.head_name(base):
+            if name == naming.head_name(base):
                 part["head"] = obj
         elif kind == "StatefulSet" and name.startswith(f"{base}-"):
             part["stateful_sets"][name] = obj

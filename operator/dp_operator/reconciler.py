@@ -79,6 +79,7 @@ class Reconciler:
         self._clock = clock or SteadyClock()
         self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
+        self._held_until: dict[str, float] = {}  # uid -> monotonic time before which nothing can be done
         self._obstacles: dict[str, dict[tuple[str, str], Obstacle]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
@@ -229,6 +230,10 @@ class Reconciler:
             return
         uid = raw["metadata"]["uid"]
         self._followed[key] = uid
+        held_s = self._held_until.get(uid, 0.0) - _monotonic()
+        if held_s > 0:
+            self.queue.add_after(key, held_s + 0.001)  # surely past it, whatever rounding does
+            return
         cr = api.decode(raw)
         self._forgive(uid, cr.metadata.generation)
         picture = observe(
@@ -265,8 +270,10 @@ class Reconciler:
             age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
             delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
             if delay_s > 0:
-                self.queue.add_after(key, delay_s + 0.001)  # surely past it, whatever rounding does
+                self.queue.add_after(key, delay_s + 0.001)
                 if not progress:
+                    # Nothing may be done before the ledger is written: what happens meanwhile need not be planned.
+                    self._held_until[uid] = _monotonic() + delay_s
                     return
                 # The steps rely on the ledger alone, and that has nothing new.
                 unwritten = True
@@ -303,6 +310,7 @@ class Reconciler:
         self._followed.pop(key, None)
         self._monitors.follow(key, {})
         self._status_written.pop(uid, None)
+        self._held_until.pop(uid, None)
         self._obstacles.pop(uid, None)
         self._verdicts.pop(uid, None)
         self._rounds.pop(uid, None)
