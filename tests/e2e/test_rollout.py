@@ -57,7 +57,8 @@ def test_a_broken_revision_stops_at_its_first_group_and_a_corrected_one_goes_on_
 def test_a_group_of_another_size_takes_over_from_one_that_serves_until_then(space: Space) -> None:
     """llm-d-autoscaling#1568, llm-d-autoscaling#811: ranks cannot be added to a group that has started."""
     with Diary(space) as diary:
-        space.create(dpd("grown", size=1, rollout={"maxSurge": 1, "maxUnavailable": 0}))
+        rollout, drain = {"maxSurge": 1, "maxUnavailable": 0}, {"endpointSeconds": 2}
+        space.create(dpd("grown", size=1, rollout=rollout, drain=drain))
         space.until_ready("grown")
         began = time.time()
         generation = change(space, "grown", dataParallel={"size": 2})
