@@ -130,6 +130,11 @@ conformance: $(STAMP) ## Our engine and relay beside real vLLM on CPU, which is 
 	@$(PYTHON) -m tests.conformance.environment
 	CONFORMANCE_WRITE=1 $(BIN)/pytest -q tests/conformance
 
+.PHONY: e2e-vllm
+e2e-vllm: $(STAMP) up images install-here ## Real vLLM on CPU as the engine of three groups on the cluster
+	@$(PYTHON) -m tests.conformance.environment
+	$(BIN)/pytest -q tests/e2e_vllm
+
 .PHONY: bench-engine
 bench-engine: $(STAMP) ## Our front end and handshake beside vLLM's, with the same stand-in ranks
 	@$(PYTHON) -m tests.conformance.environment
