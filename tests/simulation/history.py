@@ -221,7 +221,7 @@ class Watchdog:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._served: dict[str, bool] = {}  # incarnation that is to go -> whether it was known to serve
+        self._served: dict[str, bool] = {}  # incarnation that goes by our own doing -> whether it was known to serve
 
     def _ledger(self, uid: str) -> dict[str, dict[str, Any]]:
         obj = self._world.cr()
@@ -304,8 +304,11 @@ class Watchdog:
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
+                spec = self._seen_spec(process)
+                wanted = not spec.suspend and group["index"] < spec.replicas  # a user who wants it no more ends it
                 heads = self._serving(process, {naming.LABEL_UID: obj["metadata"]["uid"]})
-                self._served[name] = any(h["metadata"]["labels"][naming.LABEL_INCARNATION] == name for h in heads)
+                ours = [h for h in heads if h["metadata"]["labels"][naming.LABEL_INCARNATION] == name]
+                self._served[name] = wanted and bool(ours)
 
     @staticmethod
     def _serving(process: Process, labels: dict[str, str]) -> list[Object]:
