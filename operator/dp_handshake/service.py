@@ -170,7 +170,9 @@ class Service:
         """Look now and then, one API after the other, whether ranks with requests make tokens. Whoever is silent is left out."""
         watch, pause_s = tokens.Watch(), TOKENS_S
         timeout = aiohttp.ClientTimeout(total=5)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # No connection stays open in between: an engine that drains must not wait for it.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 await asyncio.sleep(pause_s)
                 if self._seen.ready_at is None:
