@@ -19,6 +19,7 @@ import pytest
 
 from dp_operator import api, naming, observe
 from dp_operator.client import ApiError
+from dp_operator.plan import Plan, Situation, plan
 from dp_operator.reconciler import Reconciler
 from tests.unit.operator.world import SETTINGS, spec
 
@@ -364,3 +365,25 @@ async def test_a_resource_of_another_versions_crd_is_told_which_field_does_not_f
     await asyncio.sleep(300)
     assert "`$.spec.replicas`" in server.condition("Stalled")["message"]
     assert server.calls == ["status"]
+
+
+async def test_what_happens_before_the_ledger_may_be_written_again_costs_no_planning(
+    server: Server, made: Reconciler, monkeypatch: pytest.MonkeyPatch
+):
+    """A start of thousands of pods is thousands of events, and looking at such a group takes a while."""
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    planned: list[int] = []
+
+    def count(situation: Situation) -> Plan:
+        planned.append(situation.cr.metadata.generation)
+        return plan(situation)
+
+    monkeypatch.setattr("dp_operator.reconciler.plan", count)
+    for generation in range(2, 42):
+        show(made, server.resource(generation=generation))
+        await asyncio.sleep(0.02)
+    assert len(planned) <= 5, planned
+    await asyncio.sleep(2)
+    assert planned[-1] == 41
+    assert server.status()["observedGeneration"] == 41
