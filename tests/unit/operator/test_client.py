@@ -45,3 +45,24 @@ async def test_a_kind_that_the_cluster_does_not_have_is_called_so(monkeypatch: p
                 await api.request("POST", "/apis/scheduling.volcano.sh/v1beta1/namespaces/ns/podgroups", body={})
     finally:
         await server.close()
+
+
+async def test_how_long_an_overloaded_api_server_wants_to_be_left_alone_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        status = {"reason": "TooManyRequests", "message": "too many requests, please try again later"}
+        return web.json_response(status, status=429, headers={"Retry-After": "7"})
+
+    app = web.Application()
+    app.router.add_get("/api/v1/pods", refuse)
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
+        async with client.Client() as api:
+            with pytest.raises(client.ApiError) as refused:
+                await api.list("Pod")
+    finally:
+        await server.close()
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
