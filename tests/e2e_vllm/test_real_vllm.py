@@ -89,7 +89,7 @@ def groups_of(film: Film) -> list[Any]:
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_real_vllm_starts_serves_from_every_rank_is_replaced_as_a_group_and_goes(
-    space: Space, vllm: Vllm, mode: Mode
+    vllm: Vllm, space: Space, mode: Mode
 ) -> None:
     manifest = vllm.deployment("real", mode.kind, version=mode.version, dataParallel=mode.data_parallel)
     with Film(space, "dataparalleldeployments") as film:
@@ -141,7 +141,7 @@ def the_version_is_found_in_the_image(space: Space, film: Film, status: Object, 
 
 
 def test_an_image_whose_vllm_is_too_old_for_the_spec_is_refused_in_words_before_it_loads(
-    space: Space, vllm: Vllm
+    vllm: Vllm, space: Space
 ) -> None:
     shape = {"headPlacement": "Dedicated"}
     old = vllm.root / "releases" / TOO_OLD
