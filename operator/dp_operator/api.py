@@ -351,7 +351,6 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    stopping_at: Time | None = None
     stages: Stages = field(default_factory=Stages)
     waiting_for: Annotated[str, Meta(max_length=1024)] = ""
     restarts: Annotated[int, Meta(ge=0, description="Charged failures in a row.")] = 0

@@ -11,6 +11,8 @@ import asyncio
 import dataclasses
 import json
 import os
+import time
+from email.utils import parsedate_to_datetime
 from typing import Any, Self
 
 import aiohttp
@@ -40,6 +42,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30, connect=10)
 _PARALLEL_REQUESTS = 16
 _PAGE = 500
 _LOG_LINES = 4000
+_CLOCK_TOLERANCE_S = 2.0
 _LOG_BYTES = 1 << 20
 
 
@@ -62,6 +65,8 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
         self._connection = credentials()
         self._slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
+        # How far the API server's clock is ahead of ours; 0 where no more than an answer's way and its whole seconds.
+        self.server_ahead_s = 0.0
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(ssl=self._connection.as_ssl_context(), limit=_PARALLEL_REQUESTS)
@@ -112,6 +117,7 @@ class Client:
                 data=None if body is None else msgspec.json.encode(body),
             ) as response,
         ):
+            self.server_ahead_s = _ahead_s(response.headers.get("Date", ""), time.time())
             payload = await response.read()
             if response.status < 400:
                 return payload
@@ -214,6 +220,15 @@ def path(kind: str, namespace: str = "", name: str = "", *, version: str = "") -
     if namespace:
         parts += ["namespaces", namespace]
     return "/".join([*parts, plural, *([name] if name else [])])
+
+
+def _ahead_s(date: str, now: float) -> float:
+    """How far the clock that wrote a Date header is ahead; 0 within two seconds, or where there is no date."""
+    try:
+        gap = parsedate_to_datetime(date).timestamp() + 0.5 - now
+    except ValueError:
+        return 0.0
+    return gap if abs(gap) > _CLOCK_TOLERANCE_S else 0.0
 
 
 def _error(response: aiohttp.ClientResponse, payload: bytes) -> ApiError:

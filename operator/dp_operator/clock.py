@@ -16,17 +16,19 @@ SLEW = 0.05
 
 
 class SteadyClock:
-    """Seconds since the epoch; call it. It never runs backwards."""
+    """Seconds since the epoch; call it. It begins with the first call and never runs backwards."""
 
     def __init__(
         self, *, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._wall = wall
         self._monotonic = monotonic
-        self._now = wall()
-        self._read_at = monotonic()
+        self._now: float | None = None
+        self._read_at = 0.0
 
     def __call__(self) -> float:
+        if self._now is None:
+            self._now, self._read_at = self._wall(), self._monotonic()
         read_at = self._monotonic()
         passed, self._read_at = read_at - self._read_at, read_at
         gap = self._wall() - (self._now + passed)

@@ -72,7 +72,6 @@ DESCRIPTIONS = {
     "status.groups[].scheduledAt": "When all its pods had a node.",
     "status.groups[].releasedAt": "When all its pods had checked in and were told to start; the startup clock begins here.",
     "status.groups[].readyAt": "When it began to serve.",
-    "status.groups[].stoppingAt": "When it was decided to take it away, by the operator's clock.",
     "status.groups[].waitingFor": "What it waits for, in plain words: which rank, in which pod, on which node, and why.",
     "status.groups[].nextAttemptAt": "When a failed group is tried again.",
     "status.groups[].lastFailures": "How its last incarnations ended, newest first.",

@@ -151,11 +151,6 @@ def plan(situation: Situation) -> Plan:
     if not situation.errors:
         stepped = _replace_changed(situation, stepped, wanted, revision, token, draft)
         stepped = _begin(situation, stepped, wanted, revision, token, draft)
-    ending = {entry.incarnation for entry in cr.status.groups if rollout.alive(entry)}
-    stepped = [
-        replace(e, stopping_at=timestamp(now)) if e.state == "Stopping" and e.incarnation in ending else e
-        for e in stepped
-    ]
     for entry in stepped:
         objects = situation.picture.incarnations.get(entry.incarnation)
         if rollout.alive(entry) and not entry.created_at:
@@ -434,7 +429,7 @@ def _tally(before: dict[str, int], failure: Failure) -> dict[str, int]:
 def _step_stopping(
     situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, wanted: int, draft: _Draft
 ) -> GroupStatus | None:
-    if objects and not objects.empty and not _only_stuck(entry, objects, situation, draft):
+    if objects and not objects.empty and not _only_stuck(objects, situation, draft):
         return entry
     if entry.index >= wanted:
         return None
@@ -458,7 +453,6 @@ def _step_stopping(
         released_at=None,
         ready_at=None,
         suspected_at=None,
-        stopping_at=None,
     )
 
 
@@ -482,23 +476,17 @@ def _one_per_group(entries: list[GroupStatus]) -> list[GroupStatus]:
     return kept
 
 
-def _only_stuck(entry: GroupStatus, objects: IncarnationObjects, situation: Situation, draft: _Draft) -> bool:
+def _only_stuck(objects: IncarnationObjects, situation: Situation, draft: _Draft) -> bool:
     """Whether no pod is left but some that end only when their node comes back.
 
-    By the API server's times and, lest a clock that is ahead takes a pod that is ending for one, by the operator's.
     Service and ConfigMap stay for them; once the next incarnation has its own entry they are leftovers without one.
     """
     if not objects.pods or objects.stateful_sets:
         return False
-    asked_at = seconds(entry.stopping_at) or 0.0
     limits = [
         0.0
         if pod.metadata.deletion_timestamp and situation.picture.lost(pod)
-        else _STUCK_POD_S
-        + max(
-            seconds(pod.metadata.deletion_timestamp) or float("inf"),
-            asked_at + pod.metadata.deletion_grace_period_seconds,
-        )
+        else (seconds(pod.metadata.deletion_timestamp) or float("inf")) + _STUCK_POD_S
         for pod in objects.pods
     ]
     if situation.now >= max(limits):

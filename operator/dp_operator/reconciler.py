@@ -13,6 +13,7 @@ import os
 import random
 import re
 import secrets
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -76,7 +77,8 @@ class Reconciler:
         self._rules: dict[str, tuple[tuple[int, str | None], list[str]]] = {}
         self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
         self._monitors = monitors(self.queue.add)
-        self._clock = clock or SteadyClock()
+        # Deadlines are compared with the API server's times, so its clock counts and not that of our node.
+        self._clock = clock or SteadyClock(wall=lambda: time.time() + client.server_ahead_s)
         self._chance = chance or random.SystemRandom()
         self._status_written: dict[str, float] = {}  # uid -> monotonic time
         self._held_until: dict[str, float] = {}  # uid -> monotonic time before which nothing can be done

@@ -40,6 +40,7 @@ class FakeClient:
         self._process = process
         self._cluster = process.cluster
         self._weather = process.weather
+        self.server_ahead_s = 0.0
 
     async def _request(self, act: Callable[[], Any], *, write: bool = True) -> Any:
         chance = self._process.chance
@@ -48,6 +49,7 @@ class FakeClient:
         weather = self._weather
         if self._cluster.now < weather.down_until:
             raise OSError("connection refused")
+        self.server_ahead_s = -weather.clock_off_s
         if weather.errors:
             code = weather.errors.pop()
             raise ApiError(code, "Injected", "injected", 2.0 if code == 429 else None)
@@ -208,13 +210,15 @@ class Process:
             self._monitors = FakeMonitors(self, changed)
             return self._monitors
 
+        client = FakeClient(self)
         self.reconciler = reconciler.Reconciler(
-            FakeClient(self),  # type: ignore[arg-type]
+            client,  # type: ignore[arg-type]
             SETTINGS,
             namespaces=[],
             monitors=monitors,  # type: ignore[arg-type]
             clock=SteadyClock(
-                wall=lambda: self.cluster.now + self.weather.clock_off_s, monotonic=self.cluster.loop.time
+                wall=lambda: self.cluster.now + self.weather.clock_off_s + client.server_ahead_s,
+                monotonic=self.cluster.loop.time,
             ),
             chance=self.chance,
         )

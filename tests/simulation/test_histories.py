@@ -86,6 +86,15 @@ FOUND = {
             Fault(68.27, "another new image", 585702538),
         ),
     ),
+    "the same, where the clock had been right when they were told to end": replace(
+        PLAIN,
+        seed=7093,
+        faults=(
+            Fault(5.25, "bad image", 108706386),
+            Fault(13.34, "kill operator", 738363546),
+            Fault(54.32, "clock step", 228471256),
+        ),
+    ),
 }
 
 

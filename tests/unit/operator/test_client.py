@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from email.utils import formatdate
 from typing import Any
 
 import kopf
@@ -66,3 +68,29 @@ async def test_how_long_an_overloaded_api_server_wants_to_be_left_alone_is_read(
     finally:
         await server.close()
     assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
+
+
+async def test_the_api_servers_clock_is_known_from_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are what deadlines are compared with, whatever the clock of the operator's node says."""
+    ahead_s = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({}, headers={"Date": formatdate(time.time() + ahead_s, usegmt=True)})
+
+    app = web.Application()
+    app.router.add_get("/version", answer)
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
+        async with client.Client() as api:
+            await api.request("GET", "/version")
+            assert api.server_ahead_s == 0.0, "a second more or less is no difference"
+            ahead_s = 600
+            await api.request("GET", "/version")
+            assert api.server_ahead_s == pytest.approx(600, abs=2)
+            ahead_s = -600
+            await api.request("GET", "/version")
+            assert api.server_ahead_s == pytest.approx(-600, abs=2)
+    finally:
+        await server.close()

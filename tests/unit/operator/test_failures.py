@@ -210,19 +210,3 @@ def test_a_refusal_of_the_spec_makes_no_objects_and_is_said():
     again.errors = world.errors
     again.reconcile()
     assert again.objects == {}, "nothing is made of an entry that was begun before the refusal"
-
-
-def test_an_operator_whose_clock_is_ahead_waits_for_pods_that_are_ending():
-    world = World()
-    incarnation = world.make_ready()
-    world.change_spec(engine={"image": "vllm/vllm-openai:v0.33.0"})
-    world.reconcile()
-    for pod in world.pods_of(incarnation):
-        pod["metadata"] |= {"deletionTimestamp": observe.timestamp(world.now - 600), "deletionGracePeriodSeconds": 75}
-    world.objects = {place: obj for place, obj in world.objects.items() if place[0] != "StatefulSet"}
-    world.now += 90
-    world.reconcile()
-    assert [group.incarnation for group in world.cr.status.groups] == [incarnation]
-    world.now += 30
-    world.reconcile()
-    assert incarnation not in [group.incarnation for group in world.cr.status.groups], "waited for without end"

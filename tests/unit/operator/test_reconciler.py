@@ -31,6 +31,8 @@ KEY = ("ns", "web")
 class Server:
     """Objects by kind and name, a log of writes, and refusals on demand."""
 
+    server_ahead_s = 0.0
+
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.calls: list[str] = []
