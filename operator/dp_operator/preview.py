@@ -11,12 +11,11 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import yaml
 
-from dp_operator import api, crd, naming, podtemplate, render, rules, structural, versions
+from dp_operator import api, crd, naming, podtemplate, render, rules, slicing, structural, versions
 
 INCARNATION = "xxxxx"
 MONITOR_HOST = "MONITOR_IP"
@@ -60,43 +59,7 @@ def check(raw: dict[str, Any], *, version: str | None) -> api.DataParallelDeploy
     wrong = rules.refusals(name=name, spec=cr.spec, installed=version or versions.known(cr.spec))
     if wrong:
         raise Invalid(wrong)
-    wrong = list(_argument_errors(cr.spec, version=version or versions.known(cr.spec) or versions.NEWEST_KNOWN))
-    if wrong:
-        raise Invalid(wrong)
     return cr
-
-
-def _argument_errors(spec: api.Spec, *, version: str) -> Iterator[str]:
-    """Say what vLLM refuses and the API server cannot tell: values that depend on each other, or on their places."""
-    dp = spec.data_parallel
-    most = _argument(spec, "--elastic-ep-max-dp-size")
-    if rules.switch(spec, "--enable-elastic-ep") and most.isdigit() and int(most) < dp.size:
-        yield f"spec.engine.args: --elastic-ep-max-dp-size {most}: write at least dataParallel.size, {dp.size}"
-    if spec.devices.assignment != "None":
-        return
-    if len({value for name in rules.TWINS if (value := rules.literal(spec, name)) is not None}) > 1:
-        yield f"spec.engine.env: vLLM refuses {' and '.join(rules.TWINS)} that differ: leave one out"
-    env_name = spec.devices.visible_devices_env_name
-    for where, name, visible in (
-        ("env", env_name, rules.literal(spec, env_name) or ""),
-        ("args", "--device-ids", _argument(spec, "--device-ids")),
-    ):
-        try:
-            for local_rank in range(dp.size_local):
-                world = spec.tensor_parallel_size * spec.pipeline_parallel_size
-                render.seen_by_rank(visible, local_rank=local_rank, world=world, version=version, env_name=name)
-        except ValueError as error:
-            yield f"spec.engine.{where}: {error}"
-
-
-def _argument(spec: api.Spec, flag: str) -> str:
-    """Value of a flag in args, in one word or two; empty where it is not given."""
-    words = [*spec.engine.args, ""]
-    for word, following in pairwise(words):
-        key, equals, value = word.partition("=")
-        if key.replace("_", "-") == flag:
-            return value if equals else following
-    return ""
 
 
 def warnings(spec: api.Spec, *, name: str, version: str) -> list[str]:
@@ -205,7 +168,7 @@ def _devices(spec: api.Spec, slot: int | None, local_rank: int, *, version: str)
         return "none assigned"
     world = render.devices_per_rank(spec)
     visible = "" if slot is None else ",".join(str(index) for index in render.slot_devices(spec, slot))
-    seen = render.seen_by_rank(
+    seen = slicing.seen_by_rank(
         visible,
         local_rank=local_rank,
         world=world,

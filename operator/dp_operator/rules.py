@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dp_handshake.messages import MONITOR_PORT
-from dp_operator import podtemplate
+from dp_operator import podtemplate, versions
 from dp_operator.api import Spec
 from dp_operator.naming import NAME_MAX
+from dp_operator.slicing import seen_by_rank
 
 # Ports from here on may be taken by outgoing connections (the first of Linux' ephemeral range).
 EPHEMERAL_PORTS_START = 32768
@@ -853,17 +855,59 @@ def least_version(spec: Spec) -> tuple[str, str] | None:
     return None
 
 
-def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str]:
-    """Why the CRD of this release would refuse an object, as `field: message`; empty where it accepts it.
+def _argument_errors(spec: Spec, *, version: str) -> Iterator[str]:
+    """Say what vLLM refuses and CEL cannot tell: values that depend on each other, or on their places."""
+    dp = spec.data_parallel
+    most = _argument(spec, "--elastic-ep-max-dp-size")
+    if switch(spec, "--enable-elastic-ep") and most.isdigit() and int(most) < dp.size:
+        yield f"spec.engine.args: --elastic-ep-max-dp-size {most}: write at least dataParallel.size, {dp.size}"
+    if spec.devices.assignment != "None":
+        return
+    if len({value for name in TWINS if (value := literal(spec, name)) is not None}) > 1:
+        yield f"spec.engine.env: vLLM refuses {' and '.join(TWINS)} that differ: leave one out"
+    env_name = spec.devices.visible_devices_env_name
+    for where, name, visible in (
+        ("env", env_name, literal(spec, env_name) or ""),
+        ("args", "--device-ids", _argument(spec, "--device-ids")),
+    ):
+        try:
+            for local_rank in range(dp.size_local):
+                world = spec.tensor_parallel_size * spec.pipeline_parallel_size
+                seen_by_rank(visible, local_rank=local_rank, world=world, version=version, env_name=name)
+        except ValueError as error:
+            if where == "args" or not _too_short(visible, ",", spec):  # a rule has said that already
+                yield f"spec.engine.{where}: {error}"
 
-    `installed` is the version that the launchers found in the image: the truth, whatever spec or tag say.
-    """
+
+def _argument(spec: Spec, flag: str) -> str:
+    """Value of a flag in args, in one word or two; empty where it is not given."""
+    words = [*spec.engine.args, ""]
+    for word, following in pairwise(words):
+        key, equals, value = word.partition("=")
+        if key.replace("_", "-") == flag:
+            return value if equals else following
+    return ""
+
+
+def broken_rules(*, name: str, spec: Spec) -> list[str]:
+    """Why the CRD of this release would refuse an object, as `field: message`; empty where it accepts it."""
     found = [f"spec{rule.field}: {rule.message}" for rule in RULES if rule.broken(spec)]
-    if not found and installed and installed != spec.engine.version:
-        true = replace(spec, engine=replace(spec.engine, version=installed))
-        found = [
-            f"spec{rule.field}: the image has vLLM {installed}: {rule.message}" for rule in RULES if rule.broken(true)
-        ]
     if len(name) > NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         found.insert(0, f"metadata.name: {NAME_MESSAGE}")
     return found
+
+
+def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str]:
+    """Why an object cannot be acted on: what its CRD should refuse, what CEL cannot tell, and what its vLLM cannot do.
+
+    `installed` is the version that the launchers found in the image: the truth, whatever spec or tag say.
+    """
+    found = broken_rules(name=name, spec=spec)
+    if installed and installed != spec.engine.version:
+        true = replace(spec, engine=replace(spec.engine, version=installed))
+        found += [
+            f"spec{rule.field}: the image has vLLM {installed}: {rule.message}"
+            for rule in RULES
+            if rule.broken(true) and not rule.broken(spec)
+        ]
+    return found + list(_argument_errors(spec, version=installed or versions.known(spec) or versions.NEWEST_KNOWN))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dp_operator.render.argv import ArgvItem, engine_argv, resolve
 from dp_operator.render.base import Incarnation, Manifest, Settings, owner_reference
-from dp_operator.render.devices import seen_by_rank, slot_devices
+from dp_operator.render.devices import slot_devices
 from dp_operator.render.gang import pod_group
 from dp_operator.render.launchplan import config_map, launch_plan
 from dp_operator.render.objects import group_objects, kept_objects
@@ -63,7 +63,6 @@ __all__ = [
     "ranks_of",
     "resolve",
     "rpc_service",
-    "seen_by_rank",
     "serves",
     "slot_devices",
     "stateful_sets",

@@ -1,8 +1,8 @@
 """The refusal table: every combination that vLLM refuses and a custom resource can express is refused before a pod is made.
 
 One row per row of the protocol notes' table of rejections (§1.4) and of device errors (§6). What only flags can say is
-closed by the flags that the operator owns; that is a row too. Rows that CEL cannot tell are refused by the plan
-(PLAN_ONLY in tests/unit/operator/test_preview.py). tests/apiserver asks a real API server about all rules.
+closed by the flags that the operator owns; that is a row too. Rows that CEL cannot tell are refused by plan and operator
+(NOT_BY_CEL in tests/unit/operator/test_preview.py). tests/apiserver asks a real API server about all rules.
 
 Rows that no resource can express, because only the image, the node or the model knows: NIXL for asynchronous expert load
 balancing, the platform where the devices are not named, the number of NUMA nodes for `auto`.

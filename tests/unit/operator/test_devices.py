@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dp_engine import devices as engine_devices
 from dp_engine.versions import wire_of
-from dp_operator import render, rules
+from dp_operator import render, rules, slicing
 from dp_operator.render import Incarnation, devices
 from tests.unit.operator.shapes import VERSIONS, specs
 from tests.unit.operator.world import SETTINGS, resource
@@ -47,7 +47,7 @@ def test_no_two_ranks_of_a_node_share_a_device_and_each_has_its_width(spec, vers
     for slot in pods_by_slot(spec):
         visible = ",".join(str(index) for index in render.slot_devices(spec, slot))
         for local in range(spec.data_parallel.size_local):
-            mine = render.seen_by_rank(visible, local_rank=local, world=world, version=version, env_name=env_name)
+            mine = slicing.seen_by_rank(visible, local_rank=local, world=world, version=version, env_name=env_name)
             numbers = [int(item) for item in mine]
             assert numbers == list(range(numbers[0], numbers[0] + world)), "contiguous"
             used += mine
@@ -79,7 +79,7 @@ def test_the_stand_in_engine_slices_the_same_way(version, env_name, items, local
         )
 
     def ours() -> Any:
-        return render.seen_by_rank(visible, local_rank=local, world=world, version=version, env_name=env_name)
+        return slicing.seen_by_rank(visible, local_rank=local, world=world, version=version, env_name=env_name)
 
     def outcome(call: Any) -> Any:
         try:

@@ -137,6 +137,15 @@ def show(made: Reconciler, resource: dict[str, Any]) -> None:
     made.seen(api.KIND, {"type": "MODIFIED", "object": resource})
 
 
+async def test_what_only_values_of_arguments_tell_is_not_accepted_and_makes_no_pods(server: Server, made: Reconciler):
+    """The API server lets it through: CEL cannot tell. The words are those of `plan`."""
+    show(made, server.resource(engine={"image": "i", "args": ["--device-ids", "0"]}, tensorParallelSize=2))
+    await asyncio.sleep(5)
+    assert server.condition("Accepted")["status"] == "False"
+    assert "--device-ids=0: local rank 0 needs the devices 0 to 1" in server.condition("Accepted")["message"]
+    assert not [kind for kind, _ in server.objects if kind in {"Pod", "StatefulSet"}]
+
+
 async def test_a_second_change_of_a_policy_is_applied_like_the_first(server: Server, made: Reconciler):
     show(made, server.resource(replicas=0))
     await asyncio.sleep(5)
