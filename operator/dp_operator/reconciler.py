@@ -145,6 +145,7 @@ class Reconciler:
             for namespace in self._namespaces:
                 selector = "" if kind == api.KIND else SELECTOR
                 found += await self._client.list(kind, selector=selector, namespace=namespace)
+                self._clock()  # it begins right after the first answer, which tells the API server's time
             for key in self.cache.replace(kind, found, known_before=known):
                 self.queue.add(key)
         if self._sees_nodes:

@@ -49,7 +49,6 @@ class FakeClient:
         weather = self._weather
         if self._cluster.now < weather.down_until:
             raise OSError("connection refused")
-        self.server_ahead_s = -weather.clock_off_s
         if weather.errors:
             code = weather.errors.pop()
             raise ApiError(code, "Injected", "injected", 2.0 if code == 429 else None)
@@ -66,6 +65,7 @@ class FakeClient:
                 raise TimeoutError
         if chance.random() < 0.3:
             await asyncio.sleep(0.02 * chance.random())
+        self.server_ahead_s = -weather.clock_off_s
         return answer
 
     async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:

@@ -95,6 +95,13 @@ FOUND = {
             Fault(54.32, "clock step", 228471256),
         ),
     ),
+    "a clock that was set between the first answer of the API server and the first look at it stayed wrong": replace(
+        PLAIN,
+        seed=7373,
+        replicas=1,
+        unavailable="34%",
+        faults=(Fault(0.24, "clock step", 233151222), Fault(50.99, "restart", 341157285)),
+    ),
 }
 
 
