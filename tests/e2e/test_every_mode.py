@@ -231,8 +231,9 @@ def _name(case: tuple[Mode, str]) -> str:
 @pytest.fixture(scope="module")
 def looks(cluster: Cluster, _namespaces: None, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Seen]]]:
     chosen = {item.callspec.id for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        yield {_name(case): pool.submit(look, cluster, *case) for case in CASES if _name(case) in chosen}
+    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+    yield {_name(case): pool.submit(look, cluster, *case) for case in CASES if _name(case) in chosen}
+    pool.shutdown(cancel_futures=True)  # of a run that somebody interrupts
 
 
 @pytest.fixture(scope="module")
