@@ -385,6 +385,9 @@ class Reconciler:
             try:
                 async with asyncio.timeout(LOG_TIMEOUT_S):
                     text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=wanted.previous)
+                    if not wanted.previous and await self._runs_again(cr.metadata.namespace, wanted.pod):
+                        # The kubelet was faster: that was the log of a launcher that is refused, if of anything.
+                        text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=True)
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.info("%s/%s: no log of %s: %s", cr.metadata.namespace, cr.metadata.name, wanted.pod, error)
                 continue
@@ -398,6 +401,17 @@ class Reconciler:
             events = [better.get(event, event) for event in decided.events]
             decided = msgspec.structs.replace(decided, status=explained, events=events)
         return decided
+
+    async def _runs_again(self, namespace: str, pod: str) -> bool:
+        """Whether the engine of a pod, which had ended, has been started again."""
+        try:
+            found = await self._client.get("Pod", namespace, pod)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        statuses = found.get("status", {}).get("containerStatuses", [])
+        return any(status["name"] == "engine" and "terminated" not in status["state"] for status in statuses)
 
     async def _write_status(self, key: Key, raw: dict[str, Any], decided: Plan) -> bool:
         """Write the status. False: the resource has changed or is gone, and the key comes again if it must."""

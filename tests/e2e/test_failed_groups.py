@@ -51,7 +51,7 @@ def test_deleting_a_worker_while_the_group_starts_replaces_it_once_and_crashes_n
 
 
 def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after_the_back_off(space: Space) -> None:
-    policy = {"backoffSeconds": 6}
+    policy = {"backoffSeconds": 15}
     drain = {"timeoutSeconds": 1}  # the request that nobody answers must not outlast the back-off
     faults = ["crash-on-request:ranks=1,code=77"]
     space.create(dpd("served", size=2, faults=faults, failurePolicy=policy, drain=drain))

@@ -398,3 +398,21 @@ async def test_what_happens_before_the_ledger_may_be_written_again_costs_no_plan
     await asyncio.sleep(2)
     assert planned[-1] == 41
     assert server.status()["observedGeneration"] == 41
+
+
+async def test_the_log_of_an_engine_is_not_that_of_the_launcher_which_the_kubelet_started_after_it(
+    server: Server, made: Reconciler
+):
+    async def log(*_: Any, previous: bool) -> str:
+        return "RuntimeError: CUDA out of memory." if previous else "launch: not started: started again"
+
+    server.log = log  # type: ignore[method-assign]
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    head = next(obj for (kind, _), obj in server.objects.items() if kind == "Pod")
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z"}}
+    told = copy.deepcopy(head) | {"status": {"containerStatuses": [{"name": "engine", "state": ended}]}}
+    head["status"] = {"containerStatuses": [{"name": "engine", "state": {"running": {}}, "lastState": ended}]}
+    made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(told)})
+    await asyncio.sleep(5)
+    assert server.status()["groups"][0]["lastFailures"][0]["reason"] == "GPUOutOfMemory"
