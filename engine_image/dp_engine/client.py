@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import struct
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 from msgspec import Struct
@@ -44,7 +43,7 @@ class _Pending:
 
     def __init__(self, *, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
-        self.queue: asyncio.Queue[Delta | EngineDeadError] = asyncio.Queue()
+        self.queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self.sent_s = time.monotonic()
         self.tokens = 0
         self.last_s: float | None = None
@@ -129,6 +128,8 @@ class EngineClient:
         self._tasks = [asyncio.create_task(self._read_outputs())]
         if self._stats is not None:
             self._tasks.append(asyncio.create_task(self._read_stats(self._stats)))
+        for task in self._tasks:
+            task.add_done_callback(self._reader_ended)
         # Engines answer only after the coordinator's READY, so this is the last barrier before the port opens.
         await asyncio.gather(*(self.call(rank, "get_supported_tasks") for rank in self._ranks))
 
@@ -149,6 +150,7 @@ class EngineClient:
 
     async def call(self, rank: int, method: str, *arguments: object) -> Any:
         """Call a utility method of one engine. Raises RuntimeError with the engine's failure text, or EngineDeadError."""
+        self.check_alive()
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
@@ -162,11 +164,13 @@ class EngineClient:
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], sampling: dict[str, Any], *, position: int | None
     ) -> AsyncIterator[Delta]:
-        """Answer one request; leaving the iterator early aborts it. Raises EngineDeadError.
+        """Answer one request; leaving the iterator early aborts it. Raises EngineDeadError, ValueError for a bad answer.
 
-        `position` chooses an engine among those managed here, None leaves it to the balancer.
+        `position` chooses an engine among those managed here, None leaves it to the balancer. Two requests may have the
+        same `request_id`: engines know each by a name of its own.
         """
         self.check_alive()
+        external_id, request_id = request_id, f"{request_id}-{os.urandom(4).hex()}"
         if position is None:
             chosen = self._balancer.pick()
         else:
@@ -178,7 +182,7 @@ class EngineClient:
         self._engine_of[request_id] = chosen
         payload = wire.encode_add(
             request_id=request_id,
-            external_id=request_id,
+            external_id=external_id,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             rank=None if position is None else rank,
@@ -194,7 +198,7 @@ class EngineClient:
         try:
             while finish is None:
                 delta = await pending.queue.get()
-                if isinstance(delta, EngineDeadError):
+                if isinstance(delta, Exception):
                     raise delta
                 self._measure(rank, pending, delta)
                 finish = delta.finish
@@ -228,29 +232,14 @@ class EngineClient:
                 continue
             try:
                 self._take(wire.decode_outputs(frames[0]))
-            except (
-                msgspec.DecodeError,
-                ValueError,
-                TypeError,
-                KeyError,
-                IndexError,
-                AttributeError,
-                struct.error,
-            ) as failure:
+            except wire.MALFORMED as failure:
                 logs.error(f"Dropped a malformed output: {type(failure).__name__}: {failure}")
 
     def _take(self, message: wire.Outputs) -> None:
         for item in message.outputs:
             pending = self._pending.get(item[0])
             if pending is not None:
-                finish = item[5] if len(item) > 5 else None
-                delta = Delta(
-                    token_ids=item[1],
-                    finish=None if finish is None else FinishReason(finish),
-                    stop_reason=item[6] if len(item) > 6 else None,
-                    logprobs=unpack(item[2]) if len(item) > 2 and item[2] else None,
-                )
-                pending.queue.put_nowait(delta)
+                pending.queue.put_nowait(_delta_or_failure(item))
         for request_id in message.finished or ():
             engine = self._engine_of.pop(request_id, None)
             if engine is not None:
@@ -281,8 +270,13 @@ class EngineClient:
                 if counts is not None:
                     # The coordinator speaks of all ranks; these are ours.
                     self._balancer.counts_received([counts[rank] for rank in self._ranks if rank < len(counts)])
-            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
+            except wire.MALFORMED as failure:
                 logs.error(f"Dropped malformed counts: {type(failure).__name__}: {failure}")
+
+    def _reader_ended(self, task: asyncio.Task[None]) -> None:
+        """Nothing is heard any more, so nothing may go on waiting."""
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self.die(f"reading the engines' messages failed: {type(failure).__name__}: {failure}")
 
     def die(self, reason: str) -> None:
         """An engine is gone: fail what is under way and everything that comes."""
@@ -304,3 +298,19 @@ class EngineClient:
         for socket in (self._inputs, self._outputs, self._stats):
             if socket is not None:
                 socket.close(linger=200)
+
+
+def _delta_or_failure(item: list[Any]) -> Delta | Exception:
+    """What one item of an engine's outputs says; a ValueError, which ends its request, when it says nothing readable."""
+    try:
+        tokens, finish = item[1], item[5] if len(item) > 5 else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise TypeError(f"no token ids: {str(tokens)[:100]}")
+        return Delta(
+            token_ids=tokens,
+            finish=None if finish is None else FinishReason(finish),
+            stop_reason=item[6] if len(item) > 6 else None,
+            logprobs=unpack(item[2]) if len(item) > 2 and item[2] else None,
+        )
+    except wire.MALFORMED as failure:
+        return ValueError(f"malformed output of an engine: {type(failure).__name__}: {failure}")

@@ -146,7 +146,7 @@ class EngineCore:
                 return
             try:
                 self._read(events)
-            except (msgspec.DecodeError, ValueError, TypeError, IndexError) as failure:
+            except wire.MALFORMED as failure:
                 # vLLM's one input thread dies without a word to anybody: the rank is deaf from here on.
                 logs.error(f"Input thread died of a malformed message: {type(failure).__name__}: {failure}")
                 self._stop_reading()

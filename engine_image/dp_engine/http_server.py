@@ -335,8 +335,8 @@ class Server:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(collect(index)) for index in range(len(job.prompts) * job.n)]
-        except* EngineDeadError as failures:
-            raise EngineDeadError(str(failures.exceptions[0])) from None
+        except* Exception as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled for its sake
         finally:
             self._load -= 1
         return [task.result() for task in tasks]
@@ -350,14 +350,14 @@ class Server:
         shape: Callable[..., dict[str, Any]],
     ) -> web.StreamResponse:
         """Server-sent events, one chunk per piece, then usage if asked for, then [DONE]."""
-        queue: asyncio.Queue[Piece | EngineDeadError | None] = asyncio.Queue()
+        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
         async def pump(index: int) -> None:
             try:
                 async for piece in self._choice(job, index):
                     queue.put_nowait(piece)
-            except EngineDeadError as failure:
-                queue.put_nowait(failure)
+            except Exception as failure:
+                queue.put_nowait(failure)  # whatever it is, the reader must not wait for more
             queue.put_nowait(None)
 
         self._client.check_alive()
@@ -384,7 +384,7 @@ class Server:
         call: schema.Sampling,
         envelope: dict[str, Any],
         shape: Callable[..., dict[str, Any]],
-        queue: asyncio.Queue[Piece | EngineDeadError | None],
+        queue: asyncio.Queue[Piece | Exception | None],
         open_choices: int,
     ) -> None:
         options = call.stream_options or schema.StreamOptions()
@@ -395,8 +395,10 @@ class Server:
             if item is None:
                 open_choices -= 1
                 continue
-            if isinstance(item, EngineDeadError):
-                await _event(response, schema.error_body(f"EngineCore encountered an issue: {item}", code=500))
+            if isinstance(item, Exception):
+                message = f"EngineCore encountered an issue: {item or type(item).__name__}"
+                logs.error(f"HTTP 500 in a stream: {message}")
+                await _event(response, schema.error_body(message, code=500))
                 return
             tokens += item.tokens
             first = item.index not in begun

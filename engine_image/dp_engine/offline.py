@@ -13,9 +13,10 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import msgspec
@@ -94,7 +95,8 @@ def run_rank(work: Work) -> int:
         node = launcher.start_node(options, launch, children, listener=None, first_local_rank=local_rank)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sockets = launcher.bind_sockets(context, launch)
-        if launcher.shake_hands(node, [sockets.endpoints], context, Stopper()) is None:
+        stopper = Stopper()
+        if launcher.shake_hands(node, [sockets.endpoints], context, stopper) is None:
             return 1
         client = EngineClient(
             ranks=launch.managed_ranks,
@@ -107,7 +109,10 @@ def run_rank(work: Work) -> int:
             stats=None,
             metrics=node.metrics.writer(0),
         )
-        results = asyncio.run(_answer_all(work, launch, client, node.engines))
+        results = asyncio.run(_answer_unless_stopped(_answer_all(work, launch, client, node.engines), stopper))
+        if results is None:
+            logs.info(f"DP rank {rank}: told to stop")
+            return 1
         with open(os.path.join(work.folder, str(rank)), "wb") as file:
             file.write(msgspec.json.encode(results))
     except (StartError, EngineDeadError) as failure:
@@ -117,6 +122,20 @@ def run_rank(work: Work) -> int:
         return 0
     finally:
         processes.stop(children)
+
+
+async def _answer_unless_stopped(answering: Coroutine[Any, Any, list[Result]], stopper: Stopper) -> list[Result] | None:
+    """None when a signal comes first."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(answering)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    if stopper.requested:
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
 
 
 async def _answer_all(work: Work, launch: Launch, client: EngineClient, engines: list[Child]) -> list[Result]:

@@ -15,6 +15,7 @@ from dp_engine import logs
 
 _MAGIC = b"DPG1"
 _RETRY_S = 0.1
+_HELLO_TIMEOUT_S = 5.0
 
 
 class GroupBrokenError(Exception):
@@ -139,23 +140,32 @@ def _lead(size: int, host: str, port: int, deadline: float) -> Group:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 peer, _ = listener.accept()
-                peer.settimeout(5.0)
-                hello = peer.recv(6, socket.MSG_WAITALL)
             except TimeoutError:
-                if time.monotonic() < deadline:
-                    continue
                 missing = [other for other in range(1, size) if other not in peers]
+                for joined in peers.values():
+                    joined.close()
                 raise GroupBrokenError(f"ranks {missing[:16]} did not join {host}:{port} in time") from None
             except OSError:
                 continue
-            if len(hello) == 6 and hello[:4] == _MAGIC:
-                peers[int.from_bytes(hello[4:], "little")] = peer
+            number = _rank_of(peer)
+            if number is None or not 0 < number < size or number in peers:
+                peer.close()  # a port scanner, or a rank that is none of this group's
             else:
-                peer.close()  # a port scanner, not a rank
+                peers[number] = peer
     for other, peer in peers.items():
         _prepare(peer)
         _send_flag(peer, flag=True, rank=other)
     return Group(rank=0, peers=dict(sorted(peers.items())))
+
+
+def _rank_of(peer: socket.socket) -> int | None:
+    """The number with which a connection introduces itself; None when it does not."""
+    peer.settimeout(_HELLO_TIMEOUT_S)
+    try:
+        hello = peer.recv(6, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return int.from_bytes(hello[4:], "little") if len(hello) == 6 and hello[:4] == _MAGIC else None
 
 
 def _follow(rank: int, host: str, port: int, deadline: float) -> Group:

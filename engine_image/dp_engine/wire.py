@@ -5,6 +5,7 @@ Arrays are positional and version-dependent; maps are keyed by field name. Every
 
 from __future__ import annotations
 
+import struct
 import time
 from enum import IntEnum
 from typing import Any, Literal
@@ -220,6 +221,12 @@ def ready_response(
     }
     return encode({key: values[key] for key in READY_RESPONSE_KEYS[:keys]})
 
+
+# What reading a message of any shape may raise: numbers may be infinite, and nesting deeper than Python follows.
+MALFORMED = (
+    *(msgspec.DecodeError, struct.error, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 NUM_BLOCKS = 8192
 BLOCK_SIZE = 16

@@ -175,6 +175,11 @@ MALFORMED = {
         wire.ADD,
         wire.encode(["r", [1], None, {"max_tokens": "many"}, None, 1.0, None, None, None]),
     ),
+    "a limit that is infinite": (
+        wire.ADD,
+        wire.encode(["r", [1], None, {"max_tokens": float("inf")}, None, 1.0, None, None, None]),
+    ),
+    "nesting without end": (wire.ADD, b"\x91" * 100_000),
     "log probabilities that are no number": (
         wire.ADD,
         wire.encode(["r", [1], None, {"logprobs": "some"}, None, 1.0, None, None, None]),

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,25 @@ def test_dense_models_are_refused_since_0_14_and_ran_before(tmp_path):
     assert refused.returncode == 1
     assert "Offline data parallel mode" in refused.stderr
     assert len(results(offline(tmp_path, "-dp", "2", "--emulate-version", "0.11"))) == 5
+
+
+def test_sigterm_ends_a_run_that_still_answers_at_once(tmp_path, wait):
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    command = ["-m", "dp_engine.offline", "m", "--prompts", "prompts", "-dp", "2", "--moe", "--max-tokens", "200"]
+    with (tmp_path / "log").open("wb") as log:
+        run = subprocess.Popen(
+            [sys.executable, *command, "--tokens-per-second", "1", "--load-seconds", "0.05"],
+            env={**os.environ, "PYTHONPATH": ENGINE_PATH, "TMPDIR": str(tmp_path)},
+            cwd=tmp_path,
+            stderr=log,
+        )
+    said = (tmp_path / "log").read_text
+    wait(lambda: said().count("needs to process 1 prompts") == 2, within_s=20, last=said)
+    asked_s = time.monotonic()
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=20) == 1
+    assert time.monotonic() - asked_s < 4, "after 5 s ranks that ignore SIGTERM are killed"
+    assert said().count("told to stop") == 2, said()
 
 
 def test_a_rank_that_fails_ends_all_of_them(tmp_path):

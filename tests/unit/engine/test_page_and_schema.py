@@ -207,6 +207,43 @@ def reduce_one(groups, wake_fd):
     groups[0].any(mine=False, wake_fd=wake_fd, timeout_s=10)
 
 
+def test_only_ranks_of_the_group_count_as_its_members():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    groups = {}
+
+    def enter(rank):
+        groups[rank] = join(rank=rank, size=3, host="127.0.0.1", port=port, timeout_s=10)
+
+    lead = threading.Thread(target=enter, args=(0,))
+    lead.start()
+
+    def introduced(number):
+        while True:
+            try:
+                peer = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+            except ConnectionRefusedError:
+                assert lead.is_alive()
+        peer.sendall(b"DPG1" + number.to_bytes(2, "little"))
+        return peer
+
+    strangers = [introduced(number) for number in (0, 3, 700)]
+    assert [peer.recv(1) for peer in strangers] == [b""] * 3, "told at once that they do not belong here"
+    first = introduced(1)
+    again = introduced(1)
+    assert again.recv(1) == b"", "rank 1 is here already"
+    follow = threading.Thread(target=enter, args=(2,))
+    follow.start()
+    assert first.recv(1) == b"\x01"
+    for thread in (lead, follow):
+        thread.join(10)
+    assert sorted(groups) == [0, 2]
+    for sock in (*strangers, first, again):
+        sock.close()
+
+
 def test_rank_0_cannot_lead_a_group_at_an_address_of_another_machine():
     with pytest.raises(GroupBrokenError, match=r"failed to listen on 192\.0\.2\.1:29501: Cannot assign"):
         join(rank=0, size=2, host="192.0.2.1", port=29501, timeout_s=5)
