@@ -41,6 +41,20 @@ def replace_region(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text)
 
 
+def read_cells(page: str) -> dict[tuple[str, str, str], str]:
+    """What an earlier run wrote between the marks: cells without their notes, dashes left out."""
+    region = page.partition("<!-- table -->")[2].partition("<!-- /table -->")[0]
+    rows = [line.strip("| \n").split(" | ") for line in region.splitlines() if line.startswith("| ")]
+    columns = [tuple(title.split()) for title in rows[0][1:]]
+    cells = {}
+    for role, *shown in rows[1:]:
+        for (release, kind), text in zip(columns, shown, strict=True):
+            word = re.sub(r" \(\d+\)$", "", text)
+            if word != "–":
+                cells[role, release, kind] = word
+    return cells
+
+
 class Table:
     """Cells by (role, release, kind of model): what the tests saw."""
 
@@ -58,26 +72,33 @@ class Table:
         for kind in kinds:
             self._cells[role, minor, kind] = seen
 
-    def markdown(self) -> str:
-        """One row a role, and the notes. Raises ValueError for a hole that no note explains."""
+    def markdown(self, *, whole: bool = True) -> str:
+        """One row a role, and the notes. Raises ValueError for a hole that no note explains, after a whole run."""
         roles = list(dict.fromkeys(role for role, _, _ in self._cells))
         columns = [(release, kind) for release in RELEASES for kind in ("dense", "MoE")]
         lines = [
             "| role | " + " | ".join(f"{release} {kind}" for release, kind in columns) + " |",
             "|---" * (len(columns) + 1) + "|",
         ]
-        lines += [f"| {role} | " + " | ".join(self._show(role, *column) for column in columns) + " |" for role in roles]
+        lines += [
+            f"| {role} | " + " | ".join(self._show(role, *column, whole=whole) for column in columns) + " |"
+            for role in roles
+        ]
         used = {number for number in NOTES if any(f"({number})" in line for line in lines)}
         return "\n".join([*lines, "", *(f"{number}. {NOTES[number]}" for number in sorted(used))])
 
-    def _show(self, role: str, release: str, kind: str) -> str:
+    def _show(self, role: str, release: str, kind: str, *, whole: bool) -> str:
         seen = self._cells.get((role, release, kind))
         number = note(role, release, kind, seen)
-        if seen is None and number is None:
+        if seen is None and number is None and whole:
             raise ValueError(f"{role}, {release} {kind}: no run filled this cell, and no note says why")
         return (seen or "–") + (f" ({number})" if number else "")
 
     def save(self) -> None:
-        """Write the page when the whole suite has run (`make conformance` says so)."""
-        if os.environ.get(WRITE_ENV) and self._cells:
-            PAGE.write_text(replace_region(PAGE.read_text(), "table", self.markdown()))
+        """Write the page: all of it after the whole suite (`make conformance` says 1), `part` keeps cells that were not run."""
+        asked = os.environ.get(WRITE_ENV)
+        if asked and self._cells:
+            page = PAGE.read_text()
+            if asked == "part":
+                self._cells = {**read_cells(page), **self._cells}
+            PAGE.write_text(replace_region(page, "table", self.markdown(whole=asked != "part")))
