@@ -49,6 +49,11 @@ OWNED_FLAGS = (
     ),
     Owned(patterns=("--te[nsor-parallel-size]", "-t[p]"), instead="write spec.tensorParallelSize"),
     Owned(patterns=("--pi[peline-parallel-size]", "-p[p]"), instead="write spec.pipelineParallelSize"),
+    # It would multiply the devices of a rank, which limits and slots do not know.
+    Owned(
+        patterns=("--prefil[l-context-parallel-size]", "-pc[p]"),
+        instead="devices are counted without prefill context parallelism, which is not supported: leave it out",
+    ),
     Owned(
         patterns=("--enable-e[xpert-parallel]", "--no-enable-e[xpert-parallel]", "-e[p]"),
         instead="write spec.enableExpertParallel",
@@ -82,6 +87,7 @@ VISIBLE_DEVICES_ENV_NAMES = (
     "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
     "HABANA_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
 )
 TWINS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _NO_EPLB = ("TPU_VISIBLE_CHIPS", "CPU_VISIBLE_MEMORY_NODES")  # XPU has it in newer releases
@@ -92,13 +98,15 @@ class Rule(Struct, frozen=True, kw_only=True):
     """One rule.
 
     `cel` is true for a spec (`self`) that keeps the rule, `broken` is true for one that does not. `field` is the field
-    to blame, below spec and with a leading dot.
+    to blame, below spec and with a leading dot. Where an older vLLM than 0.`since` breaks it, `what` is what it lacks.
     """
 
     field: str
     cel: str
     broken: Callable[[Spec], bool]
     message: str
+    since: int = 0
+    what: str = ""
 
 
 def _written(pattern: str) -> tuple[set[str], set[str], set[str]]:
@@ -145,6 +153,39 @@ def _flag_rule(owned: Owned) -> Rule:
         cel=f"self.engine.args.map(a, a.split('=', 2)[0].replace('_', '-')).all(k, !({' || '.join(hits)}))",
         broken=lambda spec: any(owns(owned, arg) for arg in spec.engine.args),
         message=f"a flag the operator owns ({', '.join(names)}, or a short form of it): {owned.instead}",
+    )
+
+
+# What no wrapper of vLLM has a flag of its own for; abbreviations and the rest are looked at behind `serve` only.
+_OF_VLLM_ALONE = (
+    *("--headless", "--tensor-parallel-size", "--pipeline-parallel-size", "--prefill-context-parallel-size"),
+    *("--enable-expert-parallel", "--api-server-count"),
+)
+
+
+def _in_command(spec: Spec) -> list[str]:
+    """Words of the command that vLLM reads as its own."""
+    words = spec.engine.command
+    return words[words.index("serve") + 1 :] if "serve" in words else []
+
+
+def _of_vllm_alone(word: str) -> bool:
+    flag = word.split("=", 1)[0].replace("_", "-")
+    return flag in _OF_VLLM_ALONE or flag.startswith("--data-parallel-")
+
+
+def _command_rule() -> Rule:
+    return Rule(
+        field=".engine.command",
+        cel=(
+            "self.engine.command.map(a, a.split('=', 2)[0].replace('_', '-')).all(k, "
+            f"!(k.startsWith('--data-parallel-') || k in {_strings(_OF_VLLM_ALONE)}))"
+        ),
+        broken=lambda spec: any(_of_vllm_alone(word) for word in spec.engine.command),
+        message=(
+            "a flag the operator owns: a command has wrappers and the program, such as [numactl, --localalloc, vllm, "
+            "serve]; write the field of the spec that decides it (docs/api.md), and other flags as spec.engine.args"
+        ),
     )
 
 
@@ -197,6 +238,15 @@ def _has_switch(flag: str) -> str:
     return f"self.engine.args.exists(a, a in {_strings(_spellings(flag))})"
 
 
+# Flags of data parallelism that came later, by the 0.x that has them first. An older parser ends at them.
+_NEWER_FLAGS = {
+    17: ("--enable-elastic-ep",),
+    24: ("--device-ids",),
+    27: ("--enable-fault-tolerance", "--fault-tolerance-config"),
+    30: ("--elastic-ep-max-dp-size", "--dp-sync-interval"),
+}
+
+
 def _switch_rules() -> list[Rule]:
     """Switches in args that vLLM takes only together with certain fields of ours (protocol notes §1.4).
 
@@ -223,15 +273,6 @@ def _switch_rules() -> list[Rule]:
             _has_switch("--enable-eplb"),
             lambda spec: not switch(spec, "--enable-eplb"),
             "elastic expert parallelism is done by expert load balancing: write --enable-eplb too",
-        ),
-        (
-            "--enable-elastic-ep",
-            f"{_EXTERNAL}{_not_older_than(33)}",
-            lambda spec: spec.data_parallel.load_balancing == "External" and _older_than(spec.engine.version, 33),
-            (
-                "elastic expert parallelism with External load balancing needs vLLM 0.33 or newer: leave the flag out, or "
-                "write a newer engine.image and engine.version"
-            ),
         ),
         (
             "--enable-elastic-ep",
@@ -271,7 +312,42 @@ def _switch_rules() -> list[Rule]:
             message=f"{flag}: {message}",
         )
         for flag, cel, broken, message in rows
+    ] + [
+        Rule(
+            field=".engine.args",
+            cel=f"!{_has_switch('--enable-elastic-ep')} || {_EXTERNAL}{_not_older_than(33)}",
+            broken=lambda spec: (
+                switch(spec, "--enable-elastic-ep")
+                and spec.data_parallel.load_balancing == "External"
+                and _older_than(spec.engine.version, 33)
+            ),
+            message=(
+                "--enable-elastic-ep: elastic expert parallelism with External load balancing needs vLLM 0.33 or newer: "
+                "leave the flag out, or write a newer engine.image and engine.version"
+            ),
+            since=33,
+            what="elastic expert parallelism with External load balancing",
+        ),
+        *(_newer_flag_rule(minor, flags) for minor, flags in _NEWER_FLAGS.items()),
     ]
+
+
+def _newer_flag_rule(minor: int, flags: tuple[str, ...]) -> Rule:
+    spellings = tuple(spelling for flag in flags for spelling in _spellings(flag))
+    exists = " || ".join(f"a.startsWith('{spelling}')" for spelling in spellings)
+    return Rule(
+        field=".engine.args",
+        cel=f"{_not_older_than(minor)} || !self.engine.args.exists(a, {exists})",
+        broken=lambda spec: (
+            _older_than(spec.engine.version, minor) and any(arg.startswith(spellings) for arg in spec.engine.args)
+        ),
+        message=(
+            f"only vLLM 0.{minor} and newer know {' and '.join(flags)}: leave it out, or write a newer engine.image and "
+            "engine.version"
+        ),
+        since=minor,
+        what=" or ".join(flags),
+    )
 
 
 def literal(spec: Spec, name: str) -> str | None:
@@ -328,6 +404,8 @@ def _sliced_list_rules() -> list[Rule]:
                 _older_than(spec.engine.version, 12) and literal(spec, _CPU_THREADS_ENV_NAME) == "nobind"
             ),
             message=f"vLLM 0.11 has no {_CPU_THREADS_ENV_NAME}=nobind and ends: write all",
+            since=12,
+            what=f"{_CPU_THREADS_ENV_NAME}=nobind",
         ),
         Rule(
             field=".engine.args",
@@ -360,6 +438,14 @@ _WATCHED = (
 )
 _OWNED_MOUNTS = ("/dev/shm", "/dataparallel", "/run/dpd")  # noqa: S108 - paths in a container
 _OWNED_VOLUMES = ("dataparallel", "shm", "relay-state", "dpd-group")
+
+
+def _hiding(spec: Spec) -> set[str]:
+    """Variables that decide which devices a container sees, where the operator or a plugin assigns them."""
+    own = {spec.devices.visible_devices_env_name}
+    if spec.devices.assignment == "DevicePlugin":
+        return own | {*VISIBLE_DEVICES_ENV_NAMES}
+    return own | {*TWINS} if own & {*TWINS} else own
 
 
 def _owned_env(name: str) -> bool:
@@ -457,20 +543,23 @@ def _template_rules(path: str, get: Callable[[Spec], dict[str, Any] | None]) -> 
         ),
         Rule(
             field=f".{path}.spec.containers",
+            cel=engine_keeps(f"!has(c.env) || c.env.all(e, e.name != '{_CPU_THREADS_ENV_NAME}')"),
+            broken=lambda spec: _CPU_THREADS_ENV_NAME in env_names(spec),
+            message=(
+                f"{_CPU_THREADS_ENV_NAME} has a list of cores for every worker of a pod, which is checked in one place: "
+                "write spec.engine.env"
+            ),
+        ),
+        Rule(
+            field=f".{path}.spec.containers",
             cel="self.devices.assignment == 'None' || "
             + engine_keeps(
                 "!has(c.env) || c.env.all(e, "
                 "e.name != self.devices.visibleDevicesEnvName && !(self.devices.assignment == 'DevicePlugin' && "
-                f"e.name in {_strings(VISIBLE_DEVICES_ENV_NAMES)}))"
+                f"e.name in {_strings(VISIBLE_DEVICES_ENV_NAMES)}) && !(self.devices.assignment == 'Slots' && "
+                f"self.devices.visibleDevicesEnvName in {_strings(TWINS)} && e.name in {_strings(TWINS)}))"
             ),
-            broken=lambda spec: (
-                spec.devices.assignment != "None"
-                and any(
-                    name == spec.devices.visible_devices_env_name
-                    or (spec.devices.assignment == "DevicePlugin" and name in VISIBLE_DEVICES_ENV_NAMES)
-                    for name in env_names(spec)
-                )
-            ),
+            broken=lambda spec: spec.devices.assignment != "None" and bool(_hiding(spec) & set(env_names(spec))),
             message=(
                 "devices.assignment decides which devices container engine sees: leave the visible-devices variable out, "
                 "or write assignment: None to choose devices yourself"
@@ -547,6 +636,14 @@ RULES = (
         message="every pod runs the same number of ranks: write a sizeLocal that divides size",
     ),
     Rule(
+        field=".enableExpertParallel",
+        cel="!self.enableExpertParallel || self.model.architecture == 'MoE'",
+        broken=lambda spec: spec.enable_expert_parallel and spec.model.architecture != "MoE",
+        message=(
+            "vLLM refuses expert parallelism for a model without experts: write model.architecture: MoE, or leave it out"
+        ),
+    ),
+    Rule(
         field=".dataParallel.headPlacement",
         cel=f"{_DEDICATED}self.model.architecture == 'Dense'",
         broken=lambda spec: spec.data_parallel.head_placement == "Dedicated" and spec.model.architecture != "Dense",
@@ -576,6 +673,8 @@ RULES = (
         field=".dataParallel.headPlacement",
         cel=f"{_DEDICATED}{_not_older_than(14)}",
         broken=lambda spec: spec.data_parallel.head_placement == "Dedicated" and _older_than(spec.engine.version, 14),
+        since=14,
+        what="headPlacement Dedicated",
         message=(
             "Dedicated needs vLLM 0.14 or newer, where Dense ranks are independent engines: "
             "write headPlacement: Colocated, or a newer engine.image and engine.version"
@@ -600,6 +699,8 @@ RULES = (
         field=".dataParallel.loadBalancing",
         cel=f"{_SUPERVISED}{_not_older_than(22)}",
         broken=lambda spec: _supervised(spec) and _older_than(spec.engine.version, 22),
+        since=22,
+        what="External load balancing with several ranks per pod",
         message=(
             "External with several ranks per pod needs vLLM 0.22 or newer: "
             "write sizeLocal: 1, or a newer engine.image and engine.version"
@@ -818,6 +919,7 @@ RULES = (
         message="two ports of the Service have the same name: write another one",
     ),
     *(_flag_rule(owned) for owned in OWNED_FLAGS),
+    _command_rule(),
     *_switch_rules(),
     Rule(
         field=".engine.args",
@@ -847,36 +949,66 @@ NAME_MESSAGE = (
 
 
 def least_version(spec: Spec) -> tuple[str, str] | None:
-    """The oldest vLLM that can run a spec and what it is needed for; None where every supported one can."""
-    if _supervised(spec):
-        return "0.22", "External load balancing with several ranks per pod"
-    if spec.data_parallel.head_placement == "Dedicated":
-        return "0.14", "headPlacement Dedicated"
-    return None
+    """The oldest vLLM that can run a spec and what it is needed for; None where every supported one can.
+
+    A launcher in an image with an older one says so and starts nothing, before the operator can know.
+    """
+    oldest = _with_version(spec, "0.0")
+    needs = [(f"0.{rule.since}", rule.what) for rule in RULES if rule.since and rule.broken(oldest)]
+    needs += [
+        (first, "a device by another name than its number")
+        for last, first in (("0.11.1", "0.11.2"), ("0.23", "0.24"))
+        if len(list(_argument_errors(spec, version=last))) > len(list(_argument_errors(spec, version=first)))
+    ]
+    return max(needs, key=lambda need: versions.order(need[0]), default=None)
+
+
+def _with_version(spec: Spec, version: str) -> Spec:
+    return replace(spec, engine=replace(spec.engine, version=version))
 
 
 def _argument_errors(spec: Spec, *, version: str) -> Iterator[str]:
     """Say what vLLM refuses and CEL cannot tell: values that depend on each other, or on their places."""
+    for word in _in_command(spec):
+        owner = next((owned for owned in OWNED_FLAGS if owns(owned, word)), None)
+        if owner and not _of_vllm_alone(word):  # of those a rule has told
+            yield f"spec.engine.command: {word} is a flag the operator owns: {owner.instead}"
     dp = spec.data_parallel
     most = _argument(spec, "--elastic-ep-max-dp-size")
     if switch(spec, "--enable-elastic-ep") and most.isdigit() and int(most) < dp.size:
         yield f"spec.engine.args: --elastic-ep-max-dp-size {most}: write at least dataParallel.size, {dp.size}"
     if spec.devices.assignment != "None":
         return
-    if len({value for name in TWINS if (value := literal(spec, name)) is not None}) > 1:
-        yield f"spec.engine.env: vLLM refuses {' and '.join(TWINS)} that differ: leave one out"
     env_name = spec.devices.visible_devices_env_name
-    for where, name, visible in (
-        ("env", env_name, literal(spec, env_name) or ""),
-        ("args", "--device-ids", _argument(spec, "--device-ids")),
-    ):
+    lists = [("engine.args", "--device-ids", _argument(spec, "--device-ids"))]
+    for where, env in _device_environments(spec):
+        if len({env[name] for name in TWINS if env.get(name) is not None}) > 1:
+            yield f"spec.{where}: vLLM refuses {' and '.join(TWINS)} that differ: leave one out"
+        visible = env.get(env_name) or ""
+        if where != "engine.env" or not _too_short(visible, ",", spec):  # of those a rule has told
+            lists.append((where, env_name, visible))
+    for where, name, visible in lists:
         try:
             for local_rank in range(dp.size_local):
                 world = spec.tensor_parallel_size * spec.pipeline_parallel_size
                 seen_by_rank(visible, local_rank=local_rank, world=world, version=version, env_name=name)
         except ValueError as error:
-            if where == "args" or not _too_short(visible, ",", spec):  # a rule has said that already
-                yield f"spec.engine.{where}: {error}"
+            yield f"spec.{where}: {error}"
+
+
+def _device_environments(spec: Spec) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """What hides devices from the engine, by the field that says it last: engine.env and each template that adds to it."""
+    wanted = {spec.devices.visible_devices_env_name, *TWINS}
+    values = {entry.name: entry.value for entry in spec.engine.env if entry.name in wanted}
+    yield "engine.env", values
+    for path, get in _TEMPLATES:
+        if path == "headTemplate" and spec.data_parallel.head_placement == "Dedicated":
+            return  # a head without ranks has no use for devices
+        entries = podtemplate.engine(get(spec)).get("env") or []
+        own = {entry["name"]: entry.get("value") for entry in entries if entry["name"] in wanted}
+        if own:
+            values = values | own
+            yield f"{path}.spec.containers", values
 
 
 def _argument(spec: Spec, flag: str) -> str:
@@ -904,7 +1036,7 @@ def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str
     """
     found = broken_rules(name=name, spec=spec)
     if installed and installed != spec.engine.version:
-        true = replace(spec, engine=replace(spec.engine, version=installed))
+        true = _with_version(spec, installed)
         found += [
             f"spec{rule.field}: the image has vLLM {installed}: {rule.message}"
             for rule in RULES

@@ -9,8 +9,9 @@ from dp_operator.api import Spec
 
 NEWEST_KNOWN = "0.33"
 
-# Repositories whose tags are vLLM versions. Other images carry version numbers of their own products.
-_VLLM_REPOSITORIES = re.compile(r"(^|/)vllm/vllm-[a-z0-9-]+$|(^|/)vllm-(openai|cpu)[a-z0-9-]*$")
+# Repositories whose tags are vLLM versions, wherever they are mirrored. Other images carry version numbers of their own
+# products, those of the same organisation and those that are called after vLLM too.
+_VLLM_REPOSITORIES = re.compile(r"(^|/)vllm-(openai(-rocm|-cpu|-xpu)?|cpu|(arm64-)?cpu-release-repo)$")
 _VERSION_TAG = re.compile(r"^v?(\d+\.\d+(?:\.\d+)?)(?:[.-]?(?:post|rc)\d+)?(?:-.*)?$")
 
 

@@ -8,6 +8,46 @@ import pytest
 
 from dp_operator import api, rules
 
+
+def containers(*entries):
+    return {"spec": {"containers": list(entries)}}
+
+
+def engine_env(*names):
+    return containers(
+        {"name": "side", "env": [{"name": "VLLM_PORT", "value": "1"}]}, {"name": "engine"} | env_of(names)
+    )
+
+
+def env_of(names):
+    return {"env": [{"name": name, "value": "0"} for name in names]}
+
+
+TEMPLATES = [
+    {},
+    {"spec": {}},
+    {"spec": {"affinity": None, "nodeSelector": {"a": "b"}}},
+    {"spec": {"hostNetwork": True}},
+    {"spec": {"hostNetwork": False, "restartPolicy": "Always"}},
+    {"spec": {"volumes": [{"name": "models"}], "initContainers": [{"name": "fetch"}]}},
+    {"spec": {"volumes": [{"name": "shm"}], "initContainers": [{"name": "relay"}]}},
+    {"metadata": {"labels": {"team": "a"}, "annotations": {"b": "c"}}},
+    {"metadata": {"labels": {"app.kubernetes.io/instance": "a"}}},
+    {"metadata": {"annotations": {"dataparallel.io/x": "a"}}},
+    containers({"name": "relay"}, {"name": "side", "image": "i", "readinessProbe": {"periodSeconds": 1}}),
+    containers({"name": "engine", "image": "i"}),
+    containers({"name": "engine", "securityContext": {"privileged": False}, "lifecycle": {}}),
+    containers({"name": "engine", "volumeMounts": [{"name": "m", "mountPath": "/m"}]}),
+    containers({"name": "engine", "volumeMounts": [{"name": "m", "mountPath": "/dev/shm"}]}),
+    engine_env("A"),
+    engine_env("VLLM_PORT"),
+    engine_env("DPD_X", "A"),
+    engine_env("VLLM_CPU_OMP_THREADS_BIND"),
+    engine_env("CUDA_VISIBLE_DEVICES"),
+    engine_env("HIP_VISIBLE_DEVICES"),
+    engine_env("TPU_VISIBLE_CHIPS"),
+    engine_env("MINE"),
+]
 ENUMS = {
     "model.architecture": ["Dense", "MoE"],
     "dataParallel.loadBalancing": ["Internal", "Internal", "Hybrid", "External"],
@@ -22,6 +62,16 @@ ENUMS = {
     "dataParallel.supervisorPort": [9256, 8000, 8001, 8003, 7999],
     "dataParallel.apiServerCount": [1, 2],
     "tensorParallelSize": [1, 2, 4],
+    "pipelineParallelSize": [1, 2],
+    "enableExpertParallel": [False, True, True],
+    "engine.command": [
+        ["vllm", "serve"],
+        ["nice", "-n", "5", "vllm", "serve"],
+        ["vllm", "serve", "--headless"],
+        ["vllm", "serve", "--data_parallel_size=2"],
+        ["vllm", "serve", "--data-parallel"],
+        ["vllm", "serve", "--tensor_parallel_size", "é=2"],
+    ],
     "engine.port": [8000, 13345, 13346, 13350],
     "engine.resources.limits": [{}, {"nvidia.com/gpu": 1}, {"amd.com/gpu": "2", "cpu": 1}],
     "headResources.requests": [{}, {"nvidia.com/gpu": 1}],
@@ -32,8 +82,6 @@ ENUMS = {
     "scheduling.podGroup": ["None", "None", "Kueue"],
     "networkPolicy.peers": [[], [], ["a"]],
     "disruption.policy": ["Managed", "Managed", "Open"],
-    "template": [{}],
-    "headTemplate": [{"spec": {}}],
     "service.ports": [
         [],
         [{"port": 1}],
@@ -42,9 +90,10 @@ ENUMS = {
     ],
 }
 ENV = ["A", "VLLM_PORT", "VLLM_PORTS", "VLLM_DP_X", "DPD_", "DPD", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "MINE"]
-ENV += ["HIP_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"]
+ENV += ["HIP_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND", "TPU_VISIBLE_CHIPS"]
 ENV_VALUES = ["1", "1", "0,1", "0,1,2,3", "0-3|4", "nobind", "all", "", "GPU-1"]
 SWITCHES = [
+    *("--fault-tolerance-config", "--dp_sync_interval=4", "--elastic-ep-max-dp-size=4", "--device_ids=0"),
     "--enable-eplb",
     "--enable-elastic-ep",
     "--enable-fault-tolerance",
@@ -73,6 +122,9 @@ def an_argument(rng):
 
 def a_case(rng):
     changes = {path: rng.choice(values) for path, values in ENUMS.items() if rng.random() < 0.15}
+    for path in ("template", "headTemplate"):
+        if rng.random() < 0.3:
+            changes[path] = rng.choice(TEMPLATES)
     if rng.random() < 0.3:
         changes["engine.version"] = a_version(rng)
     if rng.random() < 0.3:

@@ -45,7 +45,7 @@ def head_pod(inc: Incarnation) -> Manifest:
     pod["volumes"].append({"name": "relay-state", "emptyDir": {}})
     metadata = meta(inc, naming.head_name(inc.base))
     metadata["labels"] = _pod_labels(inc, naming.HEAD, slot)
-    template = _with_templates(inc, naming.HEAD, {"metadata": metadata, "spec": pod})
+    template = _with_templates(inc, naming.HEAD, slot, {"metadata": metadata, "spec": pod})
     return {"apiVersion": "v1", "kind": "Pod", **template}
 
 
@@ -77,7 +77,7 @@ def _stateful_set(inc: Incarnation, workers: WorkerSet) -> Manifest:
             "podManagementPolicy": "Parallel",
             "revisionHistoryLimit": 0,
             "selector": {"matchLabels": selector},
-            "template": _with_templates(inc, naming.WORKER, template),
+            "template": _with_templates(inc, naming.WORKER, slot, template),
         },
     }
 
@@ -87,13 +87,19 @@ def _pod_labels(inc: Incarnation, role: str, slot: int | None) -> dict[str, str]
     return labels(inc, role) | serving | device_labels(inc.cr.spec, slot)
 
 
-def _with_templates(inc: Incarnation, role: str, rendered: dict[str, Any]) -> dict[str, Any]:
-    """Lay the gang scheduler's needs, template and headTemplate over a rendered pod, in this order."""
+def _with_templates(inc: Incarnation, role: str, slot: int | None, rendered: dict[str, Any]) -> dict[str, Any]:
+    """Lay the gang scheduler's needs, template and headTemplate over a rendered pod, in this order.
+
+    What keeps pods of the same devices apart comes last: a null in a template must not take it away.
+    """
     spec = inc.cr.spec
     result = merge(rendered, gang.pod_template(inc))
     for overlay in (spec.template, spec.head_template if role == naming.HEAD else None):
         if overlay:
             result = merge(result, overlay)
+    if slot is not None:
+        apart = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": anti_affinity(spec, slot)}}
+        result = merge(result, {"spec": {"affinity": apart}})
     return result | {"spec": _with_guests_told(inc, role, result["spec"])}
 
 
@@ -122,7 +128,7 @@ def _told(inc: Incarnation, role: str, guest: dict[str, Any], shared: dict[str, 
 
 def _pod_spec(inc: Incarnation, role: str, slot: int | None) -> dict[str, Any]:
     spec = inc.cr.spec
-    pod: dict[str, Any] = {
+    return {
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": spec.drain.endpoint_seconds + spec.drain.timeout_seconds + GRACE_MARGIN_S,
@@ -138,11 +144,6 @@ def _pod_spec(inc: Incarnation, role: str, slot: int | None) -> dict[str, Any]:
             },
         ],
     }
-    if slot is not None:
-        pod["affinity"] = {
-            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": anti_affinity(spec, slot)}
-        }
-    return pod
 
 
 def _engine_container(inc: Incarnation, role: str, slot: int | None) -> dict[str, Any]:

@@ -32,6 +32,11 @@ def env(name: str, value: str = "0") -> dict[str, Any]:
     return {"engine.env": [{"name": name, "value": value}]}
 
 
+def template_env(path: str, **values: str) -> dict[str, Any]:
+    entries = [{"name": name, "value": value} for name, value in values.items()]
+    return {f"{path}.spec.containers": [{"name": "engine", "env": entries}]}
+
+
 # (what vLLM refuses, the closest that a CR can say, words of the refusal)
 TABLE: list[tuple[str, dict[str, Any], str]] = [
     # §1.4
@@ -47,6 +52,36 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("a rank outside the group", EXTERNAL | args("--data-parallel-rank=9"), "the operator places the ranks"),
     ("external with size 1", EXTERNAL | {"dataParallel.size": 1}, "External needs at least two ranks"),
     ("a backend other than mp", args("--data-parallel-backend", "ray"), "the operator places the ranks"),
+    ("expert parallelism without experts", {"enableExpertParallel": True}, "for a model without experts"),
+    ("ranks wider than the operator counts", args("-pcp", "2"), "prefill context parallelism, which is not supported"),
+    ("headless in the command", {"engine.command": ["vllm", "serve", "--headless"]}, "a command has wrappers"),
+    (
+        "a size in the command",
+        {"engine.command": ["vllm", "serve", "--data_parallel_size=4"]},
+        "a command has wrappers",
+    ),
+    ("a rank in the command", {"engine.command": ["nice", "-n", "5", "vllm", "serve", "-dpn=1"]}, "places the ranks"),
+    ("a port in the command", {"engine.command": ["vllm", "serve", "--port", "1"]}, "write spec.engine.port"),
+    (
+        "elastic EP before 0.17",
+        EP | {"engine.version": "0.16.1"} | args("--enable-eplb", "--enable-elastic-ep"),
+        "only vLLM 0.17 and newer know --enable-elastic-ep",
+    ),
+    (
+        "fault tolerance before 0.27",
+        EXTERNAL | {"engine.version": "0.26.0"} | args("--enable-fault-tolerance"),
+        "only vLLM 0.27 and newer know --enable-fault-tolerance",
+    ),
+    (
+        "devices by flag before 0.24",
+        {"engine.version": "0.23.1"} | args("--device_ids=0"),
+        "only vLLM 0.24 and newer know --device-ids",
+    ),
+    (
+        "ranks to come before 0.30",
+        EP | {"engine.version": "0.29.0"} | args("--enable-eplb", "--enable-elastic-ep", "--elastic-ep-max-dp-size=9"),
+        "only vLLM 0.30 and newer know --elastic-ep-max-dp-size",
+    ),
     ("several nodes a rank", args("--nnodes", "2"), "one rank lives in one pod"),
     ("a node rank out of range", args("--node-rank", "4"), "one rank lives in one pod"),
     ("elastic EP in hybrid", MOE | HYBRID | args("--enable-elastic-ep"), "no elastic expert parallelism with Hybrid"),
@@ -143,6 +178,37 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
         "the operator sets devices.visibleDevicesEnvName",
     ),
     ("devices counted by hand", {"engine.resources": {"limits": {"nvidia.com/gpu": 1}}}, "counts devices per pod"),
+    *(
+        row
+        for path in ("template", "headTemplate")
+        for row in (
+            (
+                f"HIP and CUDA names that differ, by {path}",
+                {"devices.assignment": "Slots"} | template_env(path, HIP_VISIBLE_DEVICES="9"),
+                "devices.assignment decides which devices container engine sees",
+            ),
+            (
+                f"HIP and CUDA names that differ where nobody assigns devices, by {path}",
+                env("CUDA_VISIBLE_DEVICES", "0") | template_env(path, HIP_VISIBLE_DEVICES="1"),
+                "HIP_VISIBLE_DEVICES that differ",
+            ),
+            (
+                f"a list of devices too short for the local ranks, by {path}",
+                {"dataParallel.sizeLocal": 2} | template_env(path, CUDA_VISIBLE_DEVICES="3"),
+                f"spec.{path}.spec.containers: CUDA_VISIBLE_DEVICES=3: local rank 1 needs the devices 1 to 1",
+            ),
+            (
+                f"a list of cores that nobody counts, by {path}",
+                {"dataParallel.sizeLocal": 2} | template_env(path, VLLM_CPU_OMP_THREADS_BIND="0-3"),
+                "write spec.engine.env",
+            ),
+        )
+    ),
+    (
+        "a TPU's list of devices beside a plugin's own",
+        {"devices.assignment": "DevicePlugin"} | env("TPU_VISIBLE_CHIPS", "3"),
+        "the plugin decides which devices",
+    ),
     # §1.2
     ("a port base that is a URI", env("VLLM_PORT", "tcp://10.0.0.1:80"), "VLLM_PORT"),
     ("another address than the pod's", env("VLLM_HOST_IP", "0.0.0.0"), "VLLM_HOST_IP"),
@@ -171,3 +237,30 @@ def test_what_vllm_refuses_is_refused_when_it_is_applied(what, changes, words):
         place[last] = value
     said = rules.refusals(name="web", spec=msgspec.convert(spec, api.Spec))
     assert any(words in refusal for refusal in said), said
+
+
+def test_a_head_without_ranks_may_have_any_devices():
+    spec: dict[str, Any] = {
+        "model": {"name": "m", "architecture": "Dense"},
+        "engine": {"image": "i", "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0,1"}]},
+        "dataParallel": {"size": 8, "sizeLocal": 2, "headPlacement": "Dedicated"},
+        "devices": {"assignment": "None"},
+        "headTemplate": {
+            "spec": {"containers": [{"name": "engine", "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}]}]}
+        },
+    }
+    assert rules.refusals(name="web", spec=msgspec.convert(spec, api.Spec)) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["numactl", "-N", "0", "vllm", "serve"], ["nice", "-n", "5", "vllm", "serve"], ["sh", "-c", "x --port 1"]],
+)
+def test_a_wrapper_may_have_flags_of_its_own(command):
+    spec = {
+        "model": {"name": "m", "architecture": "Dense"},
+        "engine": {"image": "i", "command": command},
+        "dataParallel": {"size": 8},
+        "devices": {"assignment": "None"},
+    }
+    assert rules.refusals(name="web", spec=msgspec.convert(spec, api.Spec)) == []

@@ -192,6 +192,46 @@ def test_the_attempt_that_finds_a_version_too_old_is_not_charged_and_the_spec_is
     assert world.condition("Accepted").status == "False"
 
 
+ELASTIC = {
+    "model": {"name": "m", "architecture": "MoE"},
+    "enableExpertParallel": True,
+    "dataParallel": {"size": 4, "loadBalancing": "External"},
+    "engine": {"image": "example/custom:1", "args": ["--enable-eplb", "--enable-elastic-ep"]},
+}
+TOO_OLD = [
+    (ELASTIC, "0.32.0", "0.33"),
+    (ELASTIC, "0.16.1", "0.33"),
+    ({"engine": {"image": "x", "env": [{"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"}]}}, "0.11.2", "0.12"),
+    ({"engine": {"image": "x", "args": ["--device-ids", "0"]}}, "0.23.0", "0.24"),
+    ({"engine": {"image": "x", "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-1"}]}}, "0.11.0", "0.11.2"),
+    (
+        {
+            "engine": {"image": "x", "env": [{"name": "ZE_AFFINITY_MASK", "value": "GPU-1"}]},
+            "devices": {"assignment": "None", "visibleDevicesEnvName": "ZE_AFFINITY_MASK"},
+        },
+        "0.23.0",
+        "0.24",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "version", "least"), TOO_OLD)
+def test_whatever_needs_a_newer_version_is_noticed_before_the_engine_starts_and_is_not_charged(changes, version, least):
+    """The launcher knows before the operator: an engine that started would end, and count against the group."""
+    world = World(**changes)
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    said = too_old(world, version)
+    assert f"the image has vLLM {version}, and " in said
+    assert said.endswith(f" needs {least} or newer")
+    assert too_old(world, f"{least}.0" if least.count(".") == 1 else least) == "not started: "
+    world.engine_ends(f"web-0-{incarnation}-head", code=1, message=said)
+    world.reconcile()
+    assert not world.cr.status.groups[0].last_failures[0].charged
+    assert rules.refusals(name="web", spec=world.cr.spec, installed=found_version(world))
+
+
 def test_a_version_too_old_is_forgiven_once_per_image_and_then_held_against_the_group():
     """A loop without back-off would be the price if operator and launcher ever disagreed about a version."""
     world = World(engine={"image": "example/custom:1"}, dataParallel={"size": 4, "headPlacement": "Dedicated"})

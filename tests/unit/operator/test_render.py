@@ -386,3 +386,24 @@ def test_a_changed_engine_port_reaches_old_and_new_pods_alike():
     assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [(9000, "api")]
     container = render.head_pod(incarnation(engine={"image": "i", "port": 9000}))["spec"]["containers"][0]
     assert {"name": "api", "containerPort": 9000} in container["ports"]
+
+
+@pytest.mark.parametrize("path", ["template", "headTemplate"])
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        None,
+        {"podAntiAffinity": None},
+        {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": None}},
+        {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    ],
+)
+def test_no_template_takes_away_what_keeps_pods_of_the_same_devices_apart(path, affinity):
+    """Two pods would share a device: vllm PR#53743, #54694."""
+    slots = {"devices": {"assignment": "Slots", "perNode": 4}}
+    cr = resource(**slots, **{path: {"spec": {"affinity": affinity}}})
+    inc = Incarnation(cr=cr, group=0, id="abcde", revision="r", settings=SETTINGS)
+    pods = [render.head_pod(inc)["spec"], *(s["spec"]["template"]["spec"] for s in render.stateful_sets(inc))]
+    for pod in pods:
+        (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["labelSelector"]["matchExpressions"][0]["key"] == "dataparallel.io/devices"
