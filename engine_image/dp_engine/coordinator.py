@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import DecodeError, Struct
 
-from dp_engine import wire
+from dp_engine import logs, wire
 from dp_engine.versions import Wire
 
 CHANGED_INTERVAL_S = 0.1
@@ -141,6 +141,8 @@ class Coordinator:
                 if self._changed:
                     self._snapshot = [list(counts) for counts in self._counts]
                 self._stats_at = at
+            elif at < self._stats_at:
+                logs.warning(f"Counts of rank {engine} are of an out-of-order step {at}, after {self._stats_at}")
         self._counts[engine] = [
             int(stats.get("num_waiting_reqs") or 0),
             int(stats.get("num_running_reqs") or 0),

@@ -52,11 +52,19 @@ def visible(platform: str, env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def of_rank(
-    *, local_rank: int, world_size: int, platform: str, env: Mapping[str, str], ids: tuple[str, ...] | None, wire: Wire
+    *,
+    local_rank: int,
+    world_size: int,
+    platform: str,
+    env: Mapping[str, str],
+    ids: tuple[str, ...] | None,
+    wire: Wire,
+    alone: bool = False,
 ) -> tuple[str, ...]:
     """Devices [local_rank x world_size, + world_size) of the node. Raises DeviceError when there are too few.
 
-    `ids` is --device-ids, which goes before the variable. All visible: the logical numbers themselves.
+    `ids` is --device-ids, which goes before the variable. All visible: the logical numbers themselves. A rank `alone` is
+    handed nothing by its launcher, so nobody reads the items as numbers.
     """
     first, end = local_rank * world_size, (local_rank + 1) * world_size
     if ids is not None:
@@ -77,7 +85,7 @@ def of_rank(
         what = "Error setting" if wire.device_ids_are_numbers else "Error computing device indices for"
         raise DeviceError(f'{what} {variable}: local range [{first}, {end}) base value: "{",".join(items)}"')
     chosen = items[first:end]
-    if wire.device_ids_are_numbers and not all(item.isdecimal() for item in chosen):
+    if wire.device_ids_are_numbers and not alone and not all(item.isdecimal() for item in chosen):
         raise DeviceError(f"Error setting {variable}: {','.join(chosen)} are not device numbers")
     return chosen
 

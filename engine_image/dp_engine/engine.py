@@ -20,7 +20,7 @@ from dp_engine.engine_core import EngineConfig, EngineCore
 from dp_engine.modes import Launch
 from dp_engine.options import Options
 from dp_engine.rendezvous import Group, GroupBrokenError, join, reach_oneself
-from dp_engine.versions import wire_of
+from dp_engine.versions import release_of, wire_of
 
 INIT_TIMEOUT_S = 300
 
@@ -32,14 +32,17 @@ def config_hash(options: Options, launch: Launch) -> str:
     if options.parallel_config_hash is not None:
         return options.parallel_config_hash
     common = {
-        "version": options.version,
+        "version": release_of(options.version),
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "data_parallel_size": launch.size,
         "enable_expert_parallel": options.expert_parallel,
         "enable_eplb": options.eplb,
+        "eplb_config": options.eplb_config,
         "enable_elastic_ep": options.elastic_ep,
-        "sync_interval_steps": options.sync_interval_steps,
+        "elastic_ep_max_dp_size": options.elastic_ep_max_dp_size,
+        "sync_interval_steps": options.sync_interval_steps or wire_of(options.version).sync_interval_steps,
+        "cpu_distributed_timeout_s": options.cpu_distributed_timeout_s,
         "settings": options.group_settings,
     }
     return hashlib.sha256(msgspec.json.encode(common)).hexdigest()

@@ -21,6 +21,7 @@ READY_TIMEOUT_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
 SHUTDOWN_TIMEOUT_ENV = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 SCALE_UP_ENV = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 KEEP_ALIVE_ENV = "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"
+RUST_FRONT_END_ENV = "VLLM_USE_RUST_FRONTEND"
 _NUMBERS = (READY_TIMEOUT_ENV, SHUTDOWN_TIMEOUT_ENV, KEEP_ALIVE_ENV, MASTER_PORT_ENV, "VLLM_SERVER_DEV_MODE")
 _RESERVED_PORTS = 10
 _MAX_FOLDER = 90  # of a socket's 107 bytes; 17 are the name
@@ -42,6 +43,8 @@ def check(env: Mapping[str, str]) -> None:
         raise ValueError(f"{RPC_BASE_PATH_ENV} {folder!r} is no folder that can be written to")
     if folder and len(folder) > _MAX_FOLDER:
         raise ValueError(f"{RPC_BASE_PATH_ENV} {folder!r} is too long: sockets there have room for {_MAX_FOLDER} bytes")
+    if env.get(RUST_FRONT_END_ENV, "0") not in {"", "0"}:
+        logs.warning(f"{RUST_FRONT_END_ENV} is ignored: the stand-in engine has one front end")
     if "HOST_IP" in env and HOST_IP_ENV not in env:
         logs.warning(f"The environment variable HOST_IP is ignored: {HOST_IP_ENV} says which address is this machine's")
 

@@ -276,10 +276,9 @@ class Server:
         )
 
     def _extra_headers(self, request: web.Request) -> dict[str, str]:
-        given = request.headers.get("X-Request-Id")
-        if given is None and not self._options.request_id_headers:
+        if not self._options.request_id_headers:
             return {}
-        return {"X-Request-Id": given or _random_id()}
+        return {"X-Request-Id": request.headers.get("X-Request-Id") or _random_id()}
 
     async def _choice(self, job: Job, index: int) -> AsyncIterator[Piece]:
         """Pieces of one choice. Leaving early aborts its request at the engine."""

@@ -50,7 +50,7 @@ def serve(options: Options, *, first_local_rank: int = 0) -> int:
     _raise_file_limit()
     logs.info(f"vLLM stand-in engine version {options.version}, model {options.model}")
     if launch.children:
-        # Only this process needs an HTTP client, and it loads it after its last fork.
+        # Only this process needs an HTTP client. Its servers need the same library, and share what is loaded.
         return int(importlib.import_module("dp_engine.supervisor").supervise(options, launch, serve))
     logs.info(
         f"Data parallel ({launch.load_balancing}): size {launch.size}, ranks of this node "
@@ -95,6 +95,7 @@ def _fork_engines(
             env=os.environ,
             ids=options.device_ids,
             wire=wire,
+            alone=launch.size == 1,
         )
         config = EngineConfig(
             rank=rank,
@@ -148,6 +149,13 @@ def _serve_headless(options: Options, launch: Launch) -> int:
 
 def _bind_listener(options: Options) -> socket.socket:
     """Bind the API port early, so that a taken port ends the start at once; listen only when ready. Raises StartError."""
+    if options.uds is not None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(options.uds)
+        except OSError as failure:
+            raise StartError(f"cannot bind --uds {options.uds}: {failure.strerror}") from failure
+        return listener
     host = options.host or "0.0.0.0"
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -283,7 +291,7 @@ def _serve_alone(node: Node) -> int:
     """One API server: handshake and HTTP in this process. Status 0 even when an engine dies later."""
     stopper = Stopper()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sockets = bind_sockets(context, node.launch)
+    sockets = bind_sockets(context, node.launch, wire_of(node.options.version))
     machine = shake_hands(node, [sockets.endpoints], context, stopper)
     if machine is None:
         return 0
@@ -302,7 +310,7 @@ def _serve_with_many(node: Node) -> int:
         read_fd, write_fd = os.pipe() if late_stats else (None, None)
 
         def run(report_fd: int, index: int = index, read_fd: int | None = read_fd) -> int:
-            sockets = bind_sockets(zmq.Context(), node.launch)
+            sockets = bind_sockets(zmq.Context(), node.launch, wire_of(node.options.version))
             os.write(report_fd, msgspec.json.encode(sockets.endpoints))
             os.close(report_fd)
             return _run_api_server(
@@ -340,10 +348,10 @@ def _serve_with_many(node: Node) -> int:
     return 0
 
 
-def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], launch: Launch) -> DataSockets:
+def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], launch: Launch, wire: Wire) -> DataSockets:
     """Inputs and outputs of one front end. Raises StartError."""
     try:
-        return bind_data_sockets(context, launch)
+        return bind_data_sockets(context, launch, wire)
     except zmq.ZMQError as failure:
         raise StartError(f"cannot bind data sockets at {launch.address}: {failure.strerror}") from failure
 
@@ -409,7 +417,8 @@ def _init_message(
         "_data_parallel_master_port_list": spare,
     }
     if wire.coord_store:
-        parallel_config["_coord_store_port"] = 0  # no torch store here: ranks use the port above
+        # 0: ranks take the port above. A port would send vLLM's ranks to a torch store, which speaks torch's protocol.
+        parallel_config["_coord_store_port"] = 0
     parallel_config["data_parallel_size"] = launch.size
     return Init(addresses=addresses, parallel_config=parallel_config)
 

@@ -34,6 +34,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     moe: bool
     dense_lock_step: bool = False  # up to 0.13 dense ranks step together as well
     without_coordinator: bool = False  # dense and external, 0.14 to 0.20
+    elastic_ep: bool = False
     store_port: int | None = None  # where an offline group meets; INIT names it otherwise
     children: int = 0  # servers that a multi-port supervisor starts; 0: no supervisor
 
@@ -48,8 +49,11 @@ class Launch(Struct, frozen=True, kw_only=True):
 
     @property
     def all_local(self) -> bool:
-        """Every rank that shakes hands here runs here: ipc instead of tcp, and the rpc port is never opened."""
-        return self.size_local == self.size or self.load_balancing == "offline"
+        """Every rank that shakes hands here runs here and will: ipc instead of tcp, and the rpc port is never opened.
+
+        The ranks of an elastic group may be elsewhere tomorrow.
+        """
+        return (self.size_local == self.size and not self.elastic_ep) or self.load_balancing == "offline"
 
     @property
     def clients_are_local(self) -> bool:
@@ -176,7 +180,7 @@ def _check(options: Options, wire: Wire, load_balancing: LoadBalancing, first: i
             raise ValueError("--data-parallel-hybrid-lb is not applicable in headless mode (--headless)")
         if local <= 0:
             raise ValueError("--data-parallel-size-local must be > 0 in headless mode (--headless)")
-    _check_experts(options, load_balancing, moe=moe)
+    _check_experts(options, wire, load_balancing, moe=moe)
     if options.fault_tolerance and (not by_flag or options.api_server_count not in {None, 1}):
         raise ValueError("--enable-fault-tolerance requires external load balancing and --api-server-count 1")
 
@@ -202,7 +206,7 @@ def _check_ranges(options: Options, wire: Wire, local: int) -> None:
         raise ValueError(f"--shutdown-timeout must be >= 0, not {options.shutdown_timeout_s}")
 
 
-def _check_experts(options: Options, load_balancing: LoadBalancing, *, moe: bool) -> None:
+def _check_experts(options: Options, wire: Wire, load_balancing: LoadBalancing, *, moe: bool) -> None:
     """What expert parallelism asks for. Raises ValueError."""
     if options.expert_parallel and not moe:
         raise ValueError("--enable-expert-parallel: the number of experts in the model must be greater than 0")
@@ -215,6 +219,8 @@ def _check_experts(options: Options, load_balancing: LoadBalancing, *, moe: bool
             raise ValueError("--enable-eplb requires --enable-expert-parallel")
         if options.tensor_parallel_size * options.data_parallel_size <= 1:
             raise ValueError("--enable-eplb requires --tensor-parallel-size or --data-parallel-size above 1")
+    elif dict(options.eplb_config).get("num_redundant_experts"):
+        raise ValueError("--eplb-config.num_redundant_experts requires --enable-eplb")
     if not options.elastic_ep:
         return
     if not options.eplb:
@@ -223,6 +229,10 @@ def _check_experts(options: Options, load_balancing: LoadBalancing, *, moe: bool
         raise ValueError("--enable-elastic-ep requires --pipeline-parallel-size 1")
     if load_balancing == "hybrid":
         raise ValueError("--enable-elastic-ep cannot be used with --data-parallel-hybrid-lb")
+    if load_balancing == "external" and not wire.elastic_external:
+        raise ValueError(
+            "--enable-elastic-ep cannot be used with --data-parallel-rank or --data-parallel-external-lb before 0.33"
+        )
     largest = options.elastic_ep_max_dp_size
     if largest is not None and largest < options.data_parallel_size:
         raise ValueError(
@@ -256,6 +266,8 @@ def _resolve_supervisor(options: Options, *, moe: bool) -> Launch:
         )
     if options.headless or options.api_server_count not in {None, 1}:
         raise ValueError(f"{flag} requires --api-server-count 1 and no --headless")
+    if options.uds is not None or options.grpc:
+        raise ValueError(f"{flag} does not support {'--grpc' if options.grpc else '--uds'}")
     if bool(options.ssl_keyfile) != bool(options.ssl_certfile):
         raise ValueError("--ssl-keyfile and --ssl-certfile must be provided together")
     if size < 2 or local < 2 or size % local:
@@ -327,6 +339,8 @@ def resolve(options: Options, *, moe: bool, env: Mapping[str, str] | None = None
     count = options.api_server_count
     headless = options.headless or (count is not None and count < 1)
     options = msgspec.structs.replace(options, headless=headless)
+    if options.grpc:
+        raise ValueError("--grpc asks for a gRPC server: the stand-in engine has none")
     load_balancing, first, local = _mode(options, wire)
     _check(options, wire, load_balancing, first, local, moe=moe)
     size = options.data_parallel_size
@@ -347,5 +361,6 @@ def resolve(options: Options, *, moe: bool, env: Mapping[str, str] | None = None
         rpc_port=options.data_parallel_rpc_port,
         moe=moe,
         dense_lock_step=wire.dense_lock_step,
+        elastic_ep=options.elastic_ep,
         without_coordinator=load_balancing == "external" and not moe and wire.dense_external != "works",
     )

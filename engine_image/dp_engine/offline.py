@@ -94,7 +94,7 @@ def run_rank(work: Work) -> int:
         local_rank = int(os.environ.get("VLLM_DP_RANK_LOCAL") or 0)
         node = launcher.start_node(options, launch, children, listener=None, first_local_rank=local_rank)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sockets = launcher.bind_sockets(context, launch)
+        sockets = launcher.bind_sockets(context, launch, wire_of(options.version))
         stopper = Stopper()
         if launcher.shake_hands(node, [sockets.endpoints], context, stopper) is None:
             return 1

@@ -7,6 +7,7 @@ that one command line starts either engine. A flag unknown to both ends the prog
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ convert cp-kv-cache-interleave-size disable-access-log-for-endpoints cpu-offload
 dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
 decode-context-parallel-size default-chat-template-kwargs default-mm-loras device
 distributed-executor-backend distributed-timeout-seconds
-download-dir dtype ec-transfer-config eplb-config exclude-tools-when-tool-choice-none
+download-dir dtype ec-transfer-config exclude-tools-when-tool-choice-none
 expert-placement-strategy fully-sharded-loras generation-config gpu-memory-utilization
 h11-max-header-count h11-max-incomplete-event-size hf-config-path hf-overrides hf-token ignore-patterns
 interleave-mm-strings io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-cache-metrics-sample kv-events-config
@@ -47,7 +48,7 @@ speculative-config ssl-ca-certs ssl-cert-reqs stream-interval structured-outputs
 tokenizer tokenizer-mode tokenizer-revision tool-call-parser tool-parser-plugin tool-server ubatch-size
 uvicorn-log-level video-pruning-rate weight-transfer-config worker-cls worker-extension-cls
 max-waiting-queue-length tokens-only-cache structured-outputs-backend guided-decoding-backend rope-scaling rope-theta
-swap-space num-redundant-experts eplb-window-size eplb-step-interval nixl-config
+swap-space nixl-config
 """.split()  # noqa: SIM905 - a page of names
 _IGNORED_SWITCHES = """
 allow-credentials allow-deprecated-quantization async-scheduling batch-invariant
@@ -59,7 +60,7 @@ enable-chunked-prefill enable-cumem-allocator enable-dbo enable-flashinfer-autot
 enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details enable-lora
 enable-lora-bias enable-mfu-metrics enable-mm-embeds enable-offline-docs enable-prefix-caching enable-prompt-embeds
 enable-prompt-tokens-details enable-reasoning enable-return-routed-experts enable-sleep-mode
-enable-ssl-refresh enable-tokenizer-info-endpoint enforce-eager eplb-log-balancedness fault-tolerance
+enable-ssl-refresh enable-tokenizer-info-endpoint enforce-eager fault-tolerance
 kv-cache-metrics language-model-only log-error-stack mm-encoder-only multi-modal-content numa-bind
 return-tokens-as-token-ids skip-mm-profiling skip-tokenizer-init trust-request-chat-template
 trust-remote-code use-gpu-for-pooling use-tqdm-on-load disable-jit-monitor moe-shared-experts-overlap
@@ -73,12 +74,39 @@ _IGNORED_LISTS = frozenset(
 )
 
 
-# Ignored here, but ranks that step together must agree on them (protocol notes §2.6).
-_GROUP_SETTINGS = (
-    *("all2all-backend", "eplb-config", "num-redundant-experts", "eplb-window-size", "eplb-step-interval"),
-    *("expert-placement-strategy", "decode-context-parallel-size", "prefill-context-parallel-size"),
-    *("enable-dbo", "ubatch-size", "dcp-kv-cache-interleave-size", "eplb-log-balancedness"),
-)
+# Ignored here, but ranks that step together must agree on them (protocol notes §2.6): what they are when nobody says
+# anything. vLLM leaves out --disable-custom-all-reduce and --max-parallel-loading-workers, and so do we.
+_GROUP_SETTINGS: dict[str, object] = {
+    "all2all-backend": "allgather_reducescatter",
+    "cp-kv-cache-interleave-size": 1,
+    "dbo-decode-token-threshold": 32,
+    "dbo-prefill-token-threshold": 512,
+    "dcp-comm-backend": None,
+    "dcp-kv-cache-interleave-size": 1,
+    "decode-context-parallel-size": 1,
+    "disable-nccl-for-dp-synchronization": None,
+    "distributed-timeout-seconds": None,
+    "enable-dbo": False,
+    "enable-ep-weight-filter": False,
+    "expert-placement-strategy": "linear",
+    "prefill-context-parallel-size": 1,
+    "ubatch-size": 0,
+}
+_EPLB_DEFAULTS = {
+    "window_size": 1000,
+    "step_interval": 3000,
+    "num_redundant_experts": 0,
+    "log_balancedness": False,
+    "log_balancedness_interval": 1,
+    "policy": "default",
+    "communicator": None,
+}
+# Names that 0.11 has for parts of --eplb-config.
+_OLD_EPLB_FLAGS = {
+    "num-redundant-experts": "num_redundant_experts",
+    "eplb-window-size": "window_size",
+    "eplb-step-interval": "step_interval",
+}
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -94,6 +122,7 @@ class Options(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int
     expert_parallel: bool
     eplb: bool
+    eplb_config: tuple[tuple[str, Any], ...]
     data_parallel_size: int
     data_parallel_size_local: int | None
     data_parallel_start_rank: int | None
@@ -127,6 +156,8 @@ class Options(Struct, frozen=True, kw_only=True):
     server_load_tracking: bool
     ssl_keyfile: str | None
     ssl_certfile: str | None
+    uds: str | None
+    grpc: bool
     version: str
     moe: bool | None
     load_s: float
@@ -139,13 +170,11 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 def _dashes(item: str) -> str:
-    """Spell a long flag with dashes; `--json-flag.key value` names the flag before the dot."""
+    """Spell a long flag with dashes."""
     if not item.startswith("--"):
         return item
     name, separator, value = item.partition("=")
-    name = name.replace("_", "-")
-    flag, dot, _ = name.partition(".")
-    return (flag if dot else name) + separator + value
+    return name.replace("_", "-") + separator + value
 
 
 def read_config(path: str) -> list[str]:
@@ -182,6 +211,12 @@ def spell(argv: Sequence[str]) -> list[str]:
         if item == "--config" or item.startswith("--config="):
             path = item.partition("=")[2] or next(items, "")
             from_file += read_config(path)
+        elif item.startswith("--") and "." in item.partition("=")[0]:
+            # `--json-flag.key value` sets a part of the flag before the dot.
+            name, separator, value = item.partition("=")
+            flag, _, key = name.partition(".")
+            value = value if separator else next(items, None)  # type: ignore[assignment]
+            given.append(flag if value is None else f"{flag}={key}={value}")
         else:
             given.append(item)
     return [_dashes(item) for item in [*from_file, *given]]
@@ -201,6 +236,42 @@ def human_int(text: str) -> int:
     return int(value)
 
 
+def eplb_setting(text: str) -> dict[str, Any]:
+    """Read a part of --eplb-config: `{"key": value}`, or `key=value` as `spell` writes `--eplb-config.key value`."""
+    key, separator, value = text.partition("=")
+    if separator and not text.lstrip().startswith("{"):
+        return {key.replace("-", "_"): json.loads(value.lower()) if _NUMBER_OR_FLAG.fullmatch(value) else value}
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as failure:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: {failure}") from None
+
+
+def _eplb_config(parsed: argparse.Namespace) -> tuple[tuple[str, Any], ...]:
+    """What of --eplb-config differs from vLLM's defaults, in order of names."""
+    found: dict[str, Any] = {}
+    for flag, key in _OLD_EPLB_FLAGS.items():
+        if (value := getattr(parsed, flag.replace("-", "_"))) is not None:
+            found[key] = value
+    if parsed.eplb_log_balancedness:
+        found["log_balancedness"] = True
+    for part in parsed.eplb_config:
+        found.update(part)
+    return tuple(sorted((key, value) for key, value in found.items() if value != _EPLB_DEFAULTS.get(key, ...)))
+
+
+def _group_settings(parsed: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """What of the settings that ranks must agree on differs from vLLM's defaults."""
+    found: list[tuple[str, str]] = []
+    for name, default in _GROUP_SETTINGS.items():
+        value = getattr(parsed, f"ignored_{name}")
+        text = str(value[0] if isinstance(value, list) else value)
+        if value is not None and text != str(default):
+            found.append((name, text))
+    return tuple(found)
+
+
+_NUMBER_OR_FLAG = re.compile(r"-?\d+(\.\d+)?|[Tt]rue|[Ff]alse|null")
 DEFAULT_MAX_MODEL_LEN = 32768
 _SWITCH = argparse.BooleanOptionalAction
 
@@ -254,6 +325,10 @@ def build_parser(prog: str, version: str) -> argparse.ArgumentParser:
     add("--enable-fault-tolerance", action=_SWITCH, default=False)
     add("--enable-expert-parallel", "-ep", action=_SWITCH, default=False)
     add("--enable-eplb", action=_SWITCH, default=False)
+    add("--eplb-config", action="append", type=eplb_setting, default=[])
+    for flag in _OLD_EPLB_FLAGS:
+        add(f"--{flag}", type=int)
+    add("--eplb-log-balancedness", action=_SWITCH, default=False)
     add("--shutdown-timeout", type=int, default=0)
     add("--max-model-len", type=human_int, default=DEFAULT_MAX_MODEL_LEN)
     add("--max-num-seqs", type=human_int, default=256)
@@ -264,6 +339,8 @@ def build_parser(prog: str, version: str) -> argparse.ArgumentParser:
     add("--enable-server-load-tracking", action=_SWITCH, default=False)
     add("--ssl-keyfile")
     add("--ssl-certfile")
+    add("--uds")
+    add("--grpc", action="store_true", default=False)
     for name in _IGNORED_VALUES:
         add(f"--{name}", nargs="+" if name in _IGNORED_LISTS else 1, dest=f"ignored_{name}", help=argparse.SUPPRESS)
     for name in _IGNORED_SWITCHES:
@@ -306,6 +383,7 @@ def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Opti
         pipeline_parallel_size=parsed.pipeline_parallel_size,
         expert_parallel=parsed.enable_expert_parallel,
         eplb=parsed.enable_eplb,
+        eplb_config=_eplb_config(parsed),
         data_parallel_size=parsed.data_parallel_size,
         data_parallel_size_local=parsed.data_parallel_size_local,
         data_parallel_start_rank=parsed.data_parallel_start_rank,
@@ -339,14 +417,14 @@ def parse_options(argv: Sequence[str], *, prog: str = "dp-engine serve") -> Opti
         server_load_tracking=parsed.enable_server_load_tracking,
         ssl_keyfile=parsed.ssl_keyfile,
         ssl_certfile=parsed.ssl_certfile,
+        uds=parsed.uds,
+        grpc=bool(parsed.grpc),
         version=version,
         moe=parsed.moe,
         load_s=parsed.load_seconds,
         tokens_per_second=parsed.tokens_per_second,
         parallel_config_hash=parsed.parallel_config_hash,
-        group_settings=tuple(
-            (name, str(value)) for name in _GROUP_SETTINGS if (value := getattr(parsed, f"ignored_{name}")) is not None
-        ),
+        group_settings=_group_settings(parsed),
         faults=parse_faults(parsed.fault),
         fault_endpoint=parsed.enable_fault_endpoint,
         platform=parsed.platform,

@@ -50,6 +50,7 @@ class Wire(Struct, frozen=True, kw_only=True):
     add_layout: Literal["0.10.2", "0.11", "0.14", "0.15", "0.16", "0.17", "0.20", "0.21", "0.28", "0.31"] = "0.10.2"
     weight_version_slot: bool = False  # a ninth slot in the outputs array
     error_reason: bool = False  # finish reason `error` exists
+    elastic_inputs_handover: bool = False  # in an elastic group a rank that comes again takes over its identity
     repetition_reason: bool = False  # finish reason `repetition` exists
     balance_by_in_flight: bool = False  # own requests are a floor, and a full cache weighs
     rotating_start: bool = False  # ties are broken in turns; before, an idle group always uses the same rank
@@ -65,6 +66,7 @@ class Wire(Struct, frozen=True, kw_only=True):
     checks_ranges: bool = False  # a port, a negative number of local ranks or of seconds is refused when it is read
     node_rank_must_name_a_rank: bool = False  # external ranks are derived only from nodes that hold one each
     dense_offline: bool = True  # offline data parallelism takes dense models
+    elastic_external: bool = False  # elastic expert parallelism goes with external load balancing
     # Devices (§6)
     devices: Literal["launcher", "worker", "list"] = "launcher"  # who gives a rank its part of the visible devices
     device_ids_are_numbers: bool = True  # an item such as GPU-uuid is refused
@@ -131,7 +133,12 @@ CHANGES: tuple[Change, ...] = (
         },
         flags=("enable-elastic-ep",),
     ),
-    Change(since=(0, 18, 0), text="--shutdown-timeout", flags=("shutdown-timeout",)),
+    Change(
+        since=(0, 18, 0),
+        text="--shutdown-timeout; inputs of an elastic group hand an identity over to whoever comes with it last",
+        knobs={"elastic_inputs_handover": True},
+        flags=("shutdown-timeout",),
+    ),
     Change(
         since=(0, 20, 0),
         text="the first input frame is a map; READY loses num_gpu_blocks and dp_stats_address; requests of 18 slots",
@@ -150,6 +157,7 @@ CHANGES: tuple[Change, ...] = (
             *("data-parallel-multi-port-external-lb", "dpm", "data-parallel-supervisor-port"),
             *("dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s"),
             *("dp-supervisor-probe-failure-threshold", "cpu-distributed-timeout-seconds"),
+            "grpc",  # absent in 0.17, there in 0.32; the supervisor refuses it by name
         ),
     ),
     Change(since=(0, 23, 0), text="first frame: block_size, vllm_version", knobs={"first_frame_keys": 6}),
@@ -208,8 +216,9 @@ CHANGES: tuple[Change, ...] = (
     Change(
         since=(0, 33, 0),
         text="idle engines start waves, front ends no longer do; the second INIT of a double handshake is without "
-        "parallel_config; READY of elastic groups: 3 more keys",
+        "parallel_config; READY of elastic groups: 3 more keys; elastic EP with external load balancing",
         knobs={
+            "elastic_external": True,
             "front_end_starts_waves": False,
             "front_end_marks_running": False,
             "idle_engine_starts_waves": True,

@@ -142,6 +142,26 @@ def test_a_killed_local_rank_ends_a_head_with_several_api_servers_with_status_1(
     assert bed.alive() == []
 
 
+def test_a_killed_coordinator_ends_a_head_with_several_api_servers_with_status_1(bed):
+    head = bed.head(size=2, local=2, servers=2)
+    head.wait_for("API server 1 serves")
+    os.kill(head.child("DPCoordinator"), signal.SIGKILL)
+    assert head.exit_code() == 1
+    assert "DPCoordinator" in head.log().partition("ended unexpectedly")[2]
+    assert bed.alive() == []
+
+
+def test_a_head_with_one_api_server_serves_on_without_its_coordinator(bed, wait):
+    head = bed.head(size=2, local=2)
+    bed.wait_ready()
+    killed = head.child("DPCoordinator")
+    os.kill(killed, signal.SIGKILL)
+    wait(lambda: killed not in bed.alive(), within_s=5, last=bed.logs)
+    assert [bed.complete(headers={"X-data-parallel-rank": rank})["id"] for rank in "01"]
+    assert bed.health() == 200
+    assert head.popen.poll() is None
+
+
 def test_a_headless_node_ends_with_status_0_when_its_rank_dies(bed):
     bed.head(size=3, local=1)
     worker = bed.workers(size=3, start=1, local=2)

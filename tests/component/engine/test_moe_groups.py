@@ -80,6 +80,20 @@ def test_a_killed_remote_rank_is_noticed_with_the_next_request(bed, wait):
     assert bed.alive() == []
 
 
+def test_without_its_coordinator_no_wave_starts_and_the_head_looks_healthy(bed, wait):
+    head = bed.head("--moe", size=2, local=2)
+    bed.wait_ready()
+    bed.complete()
+    head.wait_for("Wave 0 complete")
+    killed = head.child("DPCoordinator")
+    os.kill(killed, signal.SIGKILL)
+    wait(lambda: killed not in bed.alive(), within_s=5, last=bed.logs)
+    with pytest.raises(TimeoutError):
+        bed.request("POST", "/v1/completions", {"prompt": "x"}, timeout_s=2)
+    assert bed.health() == 200
+    assert head.popen.poll() is None
+
+
 @pytest.fixture
 def two_machines():
     """Two network namespaces joined by a cable: (first namespace, its address, second namespace)."""

@@ -107,6 +107,12 @@ def test_each_local_rank_gets_its_devices_as_its_release_hands_them_out(bed, ver
     assert seen(node) == expected
 
 
+def test_the_only_rank_of_0_11_keeps_its_nodes_variable_whatever_the_devices_are_called(bed):
+    head = bed.head("--emulate-version", "0.11", size=1, local=1, env={"CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b"})
+    bed.wait_ready()
+    assert "Visible devices: CUDA_VISIBLE_DEVICES=GPU-1a,GPU-2b\n" in head.log()
+
+
 def test_too_few_devices_end_the_start_and_leave_nothing(bed):
     node = bed.head("-tp", "2", size=2, local=2, env={"CUDA_VISIBLE_DEVICES": "0,1,2"})
     assert node.exit_code() == 1

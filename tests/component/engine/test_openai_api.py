@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 
 import openai
@@ -150,8 +151,26 @@ def test_service_endpoints_answer_as_vllms(client, bed):
     assert json.loads(bed.request("GET", "/version")[1]) == {"version": "0.33.0"}
     assert bed.request("GET", "/ping")[0] == bed.request("POST", "/ping")[0] == 200
     assert json.loads(bed.request("GET", "/load")[1]) == {"server_load": 0}
-    headers = bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "abc"})[2]
-    assert headers["X-Request-Id"] == "abc"
+    status, body, headers = bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "abc"})
+    assert (status, json.loads(body)["id"]) == (200, "cmpl-abc")
+    assert "X-Request-Id" not in headers
+
+
+def test_request_ids_are_answered_where_that_was_asked_for(bed):
+    bed.head("--enable-request-id-headers", size=1, local=1)
+    bed.wait_ready()
+    assert bed.request("POST", "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "abc"})[2]["X-Request-Id"] == "abc"
+    assert bed.request("POST", "/v1/completions", {"prompt": "x"})[2]["X-Request-Id"]
+
+
+def test_the_api_can_be_on_a_unix_socket(bed, tmp_path):
+    path = str(tmp_path / "api")
+    head = bed.head("--uds", path, size=1, local=1)
+    head.wait_for("Application startup complete")
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(path)
+        caller.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert caller.recv(100).startswith(b"HTTP/1.0 200")
 
 
 def test_the_load_counts_requests_under_way_when_asked_to(bed, wait):

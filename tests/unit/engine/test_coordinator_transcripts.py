@@ -95,6 +95,16 @@ def test_the_counts_of_the_finished_step_are_published_when_a_newer_one_has_begu
     assert shown(core.tick(2.0)) == [("front", [[[0, 9, 0.0], [0, 5, 0.0]], 0, False])]
 
 
+def test_counts_of_an_older_step_are_told_of_and_taken(capfd):
+    core = started()
+    core.from_engine(says(0, stats=counts(0, 4, step=5)))
+    core.from_engine(says(1, stats=counts(0, 7, step=5)))
+    assert capfd.readouterr().err == ""
+    core.from_engine(says(1, stats=counts(0, 6, step=4)))
+    assert "out-of-order step (0, 4)" in capfd.readouterr().err
+    assert shown(core.tick(1.0)) == [("front", [[[0, 4, 0.0], [0, 6, 0.0]], 0, False])]
+
+
 def test_counts_of_an_unknown_engine_are_dropped():
     core = started(waves=False)
     core.from_engine(says(9, stats=counts(1, 1)))

@@ -317,10 +317,34 @@ def test_the_hash_is_the_same_on_every_rank_and_changes_with_what_must_match():
     assert head == digest("-dp 4 -dpl 3 -dpr 1 --headless -dpa 10.0.0.1 -dpp 99")
     for change in (
         *("-tp 2", "-pp 2", "-ep", "-ep --enable-eplb", "--all2all-backend naive", "--dp-sync-interval 8"),
-        *("--emulate-version 0.33.1", "--eplb-config.window_size 5", "-dp 5"),
+        *("--emulate-version 0.33.1", "--eplb-config.window_size 5", "-dp 5", "--dbo-decode-token-threshold 7"),
+        *("--distributed-timeout-seconds 60", "--dcp-comm-backend a2a", "--disable-nccl-for-dp-synchronization"),
+        *("--cpu-distributed-timeout-seconds 60", "--elastic-ep-max-dp-size 8", "--enable-ep-weight-filter"),
+        *("--enable-dbo", "--eplb-config.use_async false"),
     ):
         assert digest(f"-dp 4 -dpl 1 {change}") != head, change
+    assert digest("-dp 4 --eplb-config.window_size 5") != digest("-dp 4 --eplb-config.step_interval 5")
     assert digest("-dp 4 --parallel-config-hash X") == "X"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("--no-enable-dbo", "--dp-sync-interval 16", "--emulate-version 0.33", "--eplb-config.window_size 1000"),
+        *("--ubatch-size 0", '--eplb-config {"policy":"default"}', "--all2all-backend allgather_reducescatter"),
+        # vLLM leaves these two out of its hash.
+        *("--disable-custom-all-reduce", "--max-parallel-loading-workers 2"),
+    ],
+)
+def test_ranks_that_agree_have_one_hash_however_they_say_so(said):
+    assert digest(f"-dp 4 {said}") == digest("-dp 4")
+
+
+def test_a_rank_alone_may_see_devices_by_any_name_in_every_release():
+    ids = {"CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b"}
+    assert devices.of_rank(
+        local_rank=0, world_size=2, platform="cuda", env=ids, ids=None, wire=wire_of("0.11"), alone=True
+    ) == ("GPU-1a", "GPU-2b")
 
 
 def test_options_travel_to_children_unchanged():

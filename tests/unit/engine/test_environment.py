@@ -41,6 +41,13 @@ def test_host_ip_without_vllms_prefix_is_ignored_with_a_warning(capfd):
     assert environment.own_ip({"VLLM_HOST_IP": "192.0.2.1", "HOST_IP": "192.0.2.2"}) == "192.0.2.1"
 
 
+def test_the_other_front_end_is_not_here_and_that_is_said(capfd):
+    environment.check({"VLLM_USE_RUST_FRONTEND": "0"})
+    assert capfd.readouterr().err == ""
+    environment.check({"VLLM_USE_RUST_FRONTEND": "1"})
+    assert "VLLM_USE_RUST_FRONTEND is ignored" in capfd.readouterr().err
+
+
 def test_a_rank_reaches_itself_at_its_own_address_only():
     reach_oneself(host="127.0.0.1", timeout_s=5)
     with pytest.raises(GroupBrokenError, match="VLLM_HOST_IP must be an address of this machine"):

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from dp_engine import handshake, wire
 from dp_engine.balance import Balancer
 from dp_engine.coordinator import Coordinator
+from dp_engine.data_sockets import bind_data_sockets
 from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, HandshakeError, Init
 from dp_engine.modes import resolve
 from dp_engine.options import parse_options
@@ -42,7 +44,7 @@ def test_the_image_says_which_release_it_plays():
 
 
 def test_a_release_between_two_changes_speaks_like_the_one_before():
-    assert wire_of("0.19.1") == wire_of("0.18.0") == wire_of("0.17.9")
+    assert wire_of("0.19.1") == wire_of("0.18.0") != wire_of("0.17.9")
     assert wire_of("0.12.0") == wire_of("0.11.2")
     assert wire_of("9.0") == wire_of(NEWEST)
 
@@ -222,6 +224,8 @@ def test_ready_of_an_elastic_group_has_three_more_keys():
     assert {key: message[key] for key in elastic} == elastic
 
 
+ELASTIC = "-ep --enable-eplb --enable-elastic-ep --platform cuda"
+
 # (version, line, MoE): what it starts as (mode, local size, first rank, API servers, headless), or why it is refused.
 ARGUMENTS = [
     ("0.11", "-dp 4", False, ("internal", 4, 0, 1, False)),
@@ -271,6 +275,20 @@ ARGUMENTS = [
     ("0.17", "-dp 4 --nnodes 2 --node-rank 1 --headless", True, ("internal", 2, 2, 0, True)),
     ("0.16", "-dp 2 --enable-elastic-ep", True, SystemExit),
     ("0.17", "-dp 2 --enable-elastic-ep", True, "requires --enable-eplb"),
+    ("0.17", f"-dp 4 -dpn 1 {ELASTIC}", True, "cannot be used with --data-parallel-rank"),
+    ("0.32", f"-dp 4 -dpn 1 {ELASTIC}", True, "cannot be used with --data-parallel-rank"),
+    ("0.33", f"-dp 4 -dpn 1 {ELASTIC}", True, ("external", 1, 1, 1, False)),
+    ("0.33", f"-dp 4 -dpl 2 -dph {ELASTIC}", True, "cannot be used with --data-parallel-hybrid-lb"),
+    ("0.11", "-dp 2 --num-redundant-experts 2", True, "num_redundant_experts requires --enable-eplb"),
+    ("0.32", "-dp 2 --eplb-config.num_redundant_experts 2", True, "num_redundant_experts requires --enable-eplb"),
+    ("0.32", '-dp 2 --eplb-config {"num_redundant_experts":2}', True, "num_redundant_experts requires --enable-eplb"),
+    ("0.32", "-dp 2 --eplb-config.num_redundant_experts=0", True, ("internal", 2, 0, 2, False)),
+    ("0.32", f"-dp 2 {ELASTIC} --eplb-config.num_redundant_experts 2", True, ("internal", 2, 0, 1, False)),
+    ("0.17", "-dp 2 --grpc", True, SystemExit),
+    ("0.33", "-dp 2 --grpc", True, "the stand-in engine has none"),
+    ("0.33", "-dp 2 -dpl 2 -dpm --grpc", True, "does not support --grpc"),
+    ("0.33", "-dp 2 -dpl 2 -dpm --uds /s", True, "does not support --uds"),
+    ("0.11", "-dp 2 --uds /s", True, ("internal", 2, 0, 1, False)),
     ("0.17", "-dp 2 --shutdown-timeout 5", True, SystemExit),
     ("0.18", "-dp 2 --shutdown-timeout 5", True, ("internal", 2, 0, 2, False)),
     ("0.21", "-dp 2 --cpu-distributed-timeout-seconds 9", True, SystemExit),
@@ -306,6 +324,41 @@ def test_a_line_is_taken_or_refused_as_its_release_does(version, line, moe, expe
         found = started()
         shape = (found.load_balancing, found.size_local, found.start_rank, found.api_servers, found.headless)
         assert shape == expected
+
+
+@pytest.mark.parametrize(("version", "handed_over"), [("0.17", 0), ("0.18", 1)])
+def test_elastic_groups_use_tcp_even_on_one_node_and_hand_identities_over(version, handed_over):
+    def node(line):
+        return resolve(parse_options(["m", "--emulate-version", version, *line.split()]), moe=True)
+
+    assert node("-dp 2 -ep --enable-eplb --platform cuda").all_local
+    launch = node(f"-dp 2 {ELASTIC} -dpa 127.0.0.1")
+    assert not launch.all_local
+    with zmq.Context() as context:
+        sockets = bind_data_sockets(context, launch, wire_of(version))
+        assert sockets.endpoints.inputs.startswith("tcp://127.0.0.1:")
+        assert takes_over(context, sockets) == handed_over
+        sockets.inputs.close()
+        sockets.outputs.close()
+
+
+def takes_over(context, sockets):
+    """Whether a second rank of the same number is heard (1) or not (0)."""
+    ranks = []
+    for number in range(2):
+        rank = context.socket(zmq.DEALER)
+        rank.setsockopt(zmq.LINGER, 0)
+        rank.identity = b"\x01\x00"
+        rank.connect(sockets.endpoints.inputs)
+        rank.send(b"%d" % number)
+        if number == 0:
+            assert sockets.inputs.poll(5000)
+            sockets.inputs.recv_multipart()
+        ranks.append(rank)
+    heard = bool(sockets.inputs.poll(1000))
+    for rank in ranks:
+        rank.close()
+    return heard
 
 
 def test_a_newer_flag_is_unknown_until_its_release():
