@@ -1,7 +1,7 @@
 """`python -m dp_operator plan -f FILE`: what would be made of a DataParallelDeployment, without a cluster.
 
 Prints the command line of every kind of pod, the devices of every rank, warnings, and all objects; or, with -o, only
-the objects (yaml) or only the command lines (argv). Ends with status 1 and everything that is wrong at once.
+the objects (yaml) or only the command line of every pod (argv). Ends with status 1 and everything that is wrong at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import yaml
+from msgspec.structs import replace
 
 from dp_operator import api, crd, naming, podtemplate, render, rules, slicing, structural, versions
 
 INCARNATION = "xxxxx"
 MONITOR_HOST = "MONITOR_IP"
+# Rules count with these fields and look into the templates: where they do not fit the schema, no rule is asked.
+_RULES_RELY_ON = ("dataParallel", "devices", "tensorParallelSize", "pipelineParallelSize", "template", "headTemplate")
 
 
 class Invalid(Exception):  # noqa: N818 - it is the verdict on a file
@@ -42,24 +46,34 @@ def load(text: str) -> list[dict[str, Any]]:
 
 
 def check(raw: dict[str, Any], *, version: str | None) -> api.DataParallelDeployment:
-    """Decode one object. Raises Invalid with everything that schema, rules and this version have against it."""
-    metadata = raw.get("metadata") or {}
-    name = str(metadata.get("name") or "")
+    """Decode one object, as if it named this version. Raises Invalid with everything that schema and rules have against it."""
     wrong = [] if raw.get("apiVersion") == api.API_VERSION else [f"apiVersion: write {api.API_VERSION}"]
-    schema = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    wrong += structural.errors(schema, raw.get("spec", {}), "spec")
-    if wrong:
-        raise Invalid(wrong)
-    cr = api.decode(
-        {
-            "metadata": {"namespace": "default", "uid": "UID", **metadata, "generation": 1},
-            "spec": raw["spec"],
-        }
-    )
-    wrong = rules.refusals(name=name, spec=cr.spec, installed=version or versions.known(cr.spec))
+    if not isinstance(raw.get("metadata", {}), dict):
+        wrong.append("metadata: must be an object with a name")
+    misfits = list(structural.errors(_schema(), raw.get("spec", {}), "spec"))
+    wrong += misfits
+    metadata = {"namespace": "default", "uid": "UID", **_metadata(raw), "generation": 1}
+    try:
+        cr = api.decode({"metadata": metadata, "spec": raw.get("spec", {})})
+    except msgspec.ValidationError as error:
+        raise Invalid(wrong or [str(error)]) from None
+    if version:
+        cr = replace(cr, spec=replace(cr.spec, engine=replace(cr.spec.engine, version=version)))
+    if not any(misfit.startswith(tuple(f"spec.{field}" for field in _RULES_RELY_ON)) for misfit in misfits):
+        wrong += rules.refusals(name=cr.metadata.name, spec=cr.spec, installed=versions.known(cr.spec))
     if wrong:
         raise Invalid(wrong)
     return cr
+
+
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return schema
+
+
+def _metadata(raw: dict[str, Any]) -> dict[str, Any]:
+    metadata = raw.get("metadata")
+    return {"name": "", **metadata} if isinstance(metadata, dict) else {"name": ""}
 
 
 def warnings(spec: api.Spec, *, name: str, version: str) -> list[str]:
@@ -89,10 +103,25 @@ def _warnings(spec: api.Spec, *, name: str, release: tuple[int, ...]) -> Iterato
         spec.drain.timeout_seconds > 0 and release < (0, 18),
         "below vLLM 0.18 the engine aborts its requests on SIGTERM: drain.timeoutSeconds has no effect",
     )
-    deepep = any("deepep" in arg for arg in spec.engine.args)
+    backends = [*spec.engine.args, *_engine_env(spec, "VLLM_ALL2ALL_BACKEND")]
     yield (
-        deepep and dp.size_local == 1 and dp.size > 1,
+        any("deepep" in word for word in backends) and dp.size_local == 1 and dp.size > 1,
         "DeepEP reaches devices of its node by CUDA IPC, which does not cross pods: write one pod per node (sizeLocal)",
+    )
+    slots_share_nodes = spec.devices.assignment == "Slots" and render.devices_per_pod(spec) < spec.devices.per_node
+    yield (
+        slots_share_nodes and dp.load_balancing == "External" and dp.size_local == 1,
+        (
+            "each rank sees its own devices alone, and kernels that share memory between the ranks of a node (DeepGEMM "
+            "MegaMoE) need all of them visible: write one pod per node (sizeLocal) for these"
+        ),
+    )
+    yield (
+        slots_share_nodes and spec.devices.visible_devices_env_name == "ZE_AFFINITY_MASK",
+        (
+            "ranks on XPU reach each other only on devices that all of them see: write one pod per node, with a sizeLocal "
+            "that fills devices.perNode"
+        ),
     )
     yield (
         any(pod.get("hostNetwork") for pod in pods),
@@ -101,11 +130,12 @@ def _warnings(spec: api.Spec, *, name: str, release: tuple[int, ...]) -> Iterato
             "reaches the node"
         ),
     )
+    unreached = ", ".join(str(index) for index in render.ranks_without_port(spec))
     yield (
-        render.supervised(spec) and len(spec.service.ports) == 1,
+        bool(unreached),
         (
-            "the Service has one port, which leads to the first rank of each pod: write one port per local rank, or leave "
-            "service.ports out"
+            f"no port of the Service leads to the local ranks {unreached} of each pod: write one port per local rank "
+            "(port or targetPort engine.port, engine.port + 1 …), or leave service.ports out"
         ),
     )
     yield (
@@ -126,6 +156,14 @@ def _warnings(spec: api.Spec, *, name: str, release: tuple[int, ...]) -> Iterato
     )
 
 
+def _engine_env(spec: api.Spec, name: str) -> list[str]:
+    """Literal values of a variable of the engine, from its own field and from the templates."""
+    found = [rules.literal(spec, name)]
+    for template in (spec.template, spec.head_template):
+        found += [item.get("value") for item in podtemplate.engine(template).get("env") or [] if item["name"] == name]
+    return [value for value in found if value]
+
+
 def command_lines(spec: api.Spec, *, version: str) -> str:
     """Command line of every kind of pod, one row each; START_RANK stands for the first rank of each worker."""
     rows: list[tuple[str, list[render.ArgvItem], int | None]] = [("head", render.engine_argv(spec, naming.HEAD), 0)]
@@ -136,16 +174,28 @@ def command_lines(spec: api.Spec, *, version: str) -> str:
     )
 
 
+def _places(cr: api.DataParallelDeployment) -> list[tuple[str, str, int, int]]:
+    """Pod, role, first rank and number of ranks of every pod of group 0."""
+    base = naming.base_name(cr.metadata.name, 0, INCARNATION)
+    places = [(naming.head_name(base), naming.HEAD, 0, render.head_ranks(cr.spec))]
+    workers = render.worker_pods(cr.spec, base).items()
+    return places + [(pod, naming.WORKER, first, cr.spec.data_parallel.size_local) for pod, first in workers]
+
+
+def pod_command_lines(cr: api.DataParallelDeployment, *, version: str) -> str:
+    """Command line of every pod of group 0, one row each; HEAD_IP stands for the address that the head will have."""
+    return "\n".join(
+        f"{pod:<40} " + shlex.join(render.resolve(render.engine_argv(cr.spec, role), version=version, start_rank=first))
+        for pod, role, first, _ in _places(cr)
+    )
+
+
 def rank_table(cr: api.DataParallelDeployment, *, version: str) -> str:
     """Pod, start rank and devices of every rank of group 0."""
     spec = cr.spec
-    base = naming.base_name(cr.metadata.name, 0, INCARNATION)
     lines = [f"{'rank':>5}  {'pod':<40} {'API':<12} devices"]
-    places = [(naming.head_name(base), 0, render.head_ranks(spec))]
-    places += [(pod, first, spec.data_parallel.size_local) for pod, first in render.worker_pods(spec, base).items()]
     slots = spec.devices.per_node // render.devices_per_pod(spec) if spec.devices.assignment == "Slots" else 0
-    for pod, first, ranks in places:
-        role = naming.HEAD if first == 0 and pod.endswith("-head") else naming.WORKER
+    for pod, role, first, ranks in _places(cr):
         if not ranks:
             lines.append(f"{'-':>5}  {pod:<40} {_api(spec, role, 0):<12} none")
         for local in range(ranks):
@@ -203,6 +253,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--version", help="vLLM version to render for, instead of what the object says")
     parser.add_argument("-o", "--output", choices=["yaml", "argv"], help="only the objects, or only the command lines")
     options = parser.parse_args(argv)
+    unreadable = list(
+        structural.errors(_schema()["properties"]["engine"]["properties"]["version"], options.version, "it")
+    )
+    if options.version is not None and unreadable:
+        parser.error(f"argument --version: {options.version!r} is no vLLM version such as 0.32 or 0.32.1")
     status = 0
     try:
         text = sys.stdin.read() if options.file == "-" else _read(options.file)
@@ -211,23 +266,25 @@ def main(argv: list[str]) -> int:
         print(*invalid.lines, sep="\n", file=sys.stderr)
         return 1
     for raw in documents:
-        name = str((raw.get("metadata") or {}).get("name") or "")
+        name = str(_metadata(raw)["name"])
         try:
             cr = check(raw, version=options.version)
         except Invalid as invalid:
             print(*(f"{name}: {line}" for line in invalid.lines), sep="\n", file=sys.stderr)
             status = 1
             continue
-        version = options.version or versions.known(cr.spec) or versions.NEWEST_KNOWN
+        version = versions.known(cr.spec) or versions.NEWEST_KNOWN
         for text in warnings(cr.spec, name=name, version=version):
             print(f"{name}: warning: {text}", file=sys.stderr)
         if options.output == "yaml":
             print(f"---\n{objects(cr)}", end="")
             continue
         print(f"# {name}: {cr.spec.replicas} x {cr.spec.data_parallel.size} ranks, vLLM {version}")
+        if options.output == "argv":
+            print(pod_command_lines(cr, version=version))
+            continue
         print(command_lines(cr.spec, version=version))
-        if options.output is None:
-            print(f"\n{rank_table(cr, version=version)}\n\n{objects(cr)}", end="")
+        print(f"\n{rank_table(cr, version=version)}\n\n{objects(cr)}", end="")
     return status
 
 

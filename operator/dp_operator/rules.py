@@ -1032,13 +1032,13 @@ def broken_rules(*, name: str, spec: Spec) -> list[str]:
 def refusals(*, name: str, spec: Spec, installed: str | None = None) -> list[str]:
     """Why an object cannot be acted on: what its CRD should refuse, what CEL cannot tell, and what its vLLM cannot do.
 
-    `installed` is the version that the launchers found in the image: the truth, whatever spec or tag say.
+    `installed` is the version that counts: what the launchers found in the image, or else what field or tag say.
     """
     found = broken_rules(name=name, spec=spec)
     if installed and installed != spec.engine.version:
         true = _with_version(spec, installed)
         found += [
-            f"spec{rule.field}: the image has vLLM {installed}: {rule.message}"
+            f"spec{rule.field}: with vLLM {installed}: {rule.message}"
             for rule in RULES
             if rule.broken(true) and not rule.broken(spec)
         ]

@@ -18,7 +18,13 @@ from dp_operator.render.launchplan import config_map, launch_plan
 from dp_operator.render.objects import group_objects, kept_objects
 from dp_operator.render.pods import GRACE_MARGIN_S, head_pod, stateful_sets
 from dp_operator.render.quantity import in_bytes, multiply
-from dp_operator.render.services import client_service, disruption_budget, network_policy, rpc_service
+from dp_operator.render.services import (
+    client_service,
+    disruption_budget,
+    network_policy,
+    ranks_without_port,
+    rpc_service,
+)
 from dp_operator.render.shape import (
     api_ports,
     api_server_count,
@@ -61,6 +67,7 @@ __all__ = [
     "pod_group",
     "pods",
     "ranks_of",
+    "ranks_without_port",
     "resolve",
     "rpc_service",
     "serves",

@@ -118,11 +118,13 @@ def _with_guests_told(inc: Incarnation, role: str, pod: dict[str, Any]) -> dict[
 
 
 def _told(inc: Incarnation, role: str, guest: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Ours come first, so that the guest's own variables may refer to them; one that it sets itself stays its own."""
+    """Ours come first, so that the guest's own variables may refer to them; what it sets itself stays its own."""
     theirs = guest.get("env", [])
     names = {item["name"] for item in theirs}
     ours = [item for item in _environment(inc, role) if item["name"] not in names]
-    mounts = [*guest.get("volumeMounts", []), shared | {"readOnly": True}]
+    mounts = list(guest.get("volumeMounts", []))
+    if all(mount["mountPath"].rstrip("/") != GROUP_DIR for mount in mounts):
+        mounts.append(shared | {"readOnly": True})
     return guest | {"env": [*ours, *theirs], "volumeMounts": mounts}
 
 

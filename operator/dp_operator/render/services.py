@@ -6,7 +6,7 @@ from typing import Any
 
 from dp_handshake.messages import MONITOR_PORT
 from dp_operator import naming
-from dp_operator.api import DataParallelDeployment
+from dp_operator.api import DataParallelDeployment, ServicePort, Spec
 from dp_operator.render.base import Incarnation, Manifest, Settings, incarnation_selector, kept_meta, meta
 from dp_operator.render.shape import api_ports, port_name
 
@@ -54,6 +54,19 @@ def disruption_budget(inc: Incarnation, *, pods: int, opened: bool = False) -> M
     }
 
 
+def service_target(spec: Spec, port: ServicePort) -> int | str:
+    """Where a port of the client Service leads: as written, else to the rank that has its number, else to the first."""
+    own = api_ports(spec)
+    return port.target_port or port_name(own.index(port.port) if port.port in own else 0)
+
+
+def ranks_without_port(spec: Spec) -> list[int]:
+    """Local ranks of a supervised pod that no port of the client Service leads to, while it has one for others."""
+    targets = {service_target(spec, port) for port in spec.service.ports}
+    reached = [bool(targets & {port, port_name(index)}) for index, port in enumerate(api_ports(spec))]
+    return [index for index, has_port in enumerate(reached) if not has_port] if any(reached) else []
+
+
 def client_service(cr: DataParallelDeployment) -> Manifest:
     """What clients talk to: every ready pod that has an API, and no other.
 
@@ -66,7 +79,7 @@ def client_service(cr: DataParallelDeployment) -> Manifest:
         {
             "name": port.name or ("http" if index == 0 else f"port-{port.port}"),
             "port": port.port,
-            "targetPort": port.target_port or port_name(0),
+            "targetPort": service_target(cr.spec, port),
             "protocol": "TCP",
             **({"appProtocol": port.app_protocol} if port.app_protocol else {}),
         }
@@ -128,5 +141,5 @@ def network_policy(cr: DataParallelDeployment, settings: Settings) -> Manifest |
 def _open_ports(cr: DataParallelDeployment) -> list[dict[str, Any]]:
     """Ports that clients may reach: those the Service leads to. An engine behind a sidecar is not among them."""
     named: list[int | str] = [port_name(index) for index in range(len(api_ports(cr.spec)))]
-    chosen = {port.target_port or named[0] for port in cr.spec.service.ports}
+    chosen = {service_target(cr.spec, port) for port in cr.spec.service.ports}
     return [{"protocol": "TCP", "port": port} for port in sorted(chosen, key=str) or named]

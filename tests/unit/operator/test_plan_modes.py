@@ -144,7 +144,7 @@ def test_a_version_that_cannot_do_it_is_refused_once_it_is_known_and_not_tried_a
     world.reconcile()
     installed = found_version(world)
     (refusal,) = rules.refusals(name="web", spec=world.cr.spec, installed=installed)
-    assert "the image has vLLM 0.13.0: Dedicated needs vLLM 0.14 or newer" in refusal
+    assert "with vLLM 0.13.0: Dedicated needs vLLM 0.14 or newer" in refusal
 
 
 def test_what_was_found_in_an_image_says_nothing_about_another_image():
@@ -185,7 +185,7 @@ def test_the_attempt_that_finds_a_version_too_old_is_not_charged_and_the_spec_is
     assert entry.last_failures[0].reason == "EngineTooOld"
     assert (entry.last_failures[0].charged, entry.restarts, entry.state) == (False, 0, "Stopping")
     world.errors = rules.refusals(name="web", spec=world.cr.spec, installed=found_version(world))
-    assert "the image has vLLM 0.13.0" in world.errors[0]
+    assert "with vLLM 0.13.0" in world.errors[0]
     world.kubelets_finish_deleting()
     world.reconcile()
     assert [group.state for group in world.cr.status.groups] == ["Waiting"], "made again although it cannot work"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,53 @@ def test_rules_are_all_told_too(tmp_path, capsys):
     assert "spec.dataParallel.sizeLocal: every pod runs the same number of ranks" in said
     assert "vLLM refuses External for Dense models" in said
     assert "--headless" in said
+
+
+def test_schema_errors_do_not_hide_the_rules_where_the_object_can_be_read(tmp_path, capsys):
+    file = write(tmp_path / "cr.yaml", "-web", engine={"image": "i", "prot": 80, "args": ["--headless"]})
+    assert preview.main(["-f", file]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == ["spec.engine.prot", "metadata.name", "spec.engine.args"]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a document."""
+    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in below for place in places(item, (*path, key)))]
+
+
+def test_whatever_stands_at_a_place_of_the_document_the_answer_is_a_verdict(tmp_path):
+    whole = yaml.safe_load(Path(write(tmp_path / "cr.yaml", **EVERYTHING)).read_text())
+    for *path, last in places(whole)[1:]:
+        for junk in (None, -1, 0, 10**12, "x", [], {}, [1], {"x": 1}, True):
+            document = copy.deepcopy(whole)
+            place = document
+            for key in path:
+                place = place[key]
+            place[last] = junk
+            try:
+                preview.check(document, version=None)
+            except preview.Invalid as invalid:
+                assert invalid.lines  # noqa: PT017 - accepted or refused, never a crash
+
+
+EVERYTHING: dict[str, Any] = {
+    "engine": {"image": "i", "version": "0.32", "args": ["--device-ids", "0"], "env": [{"name": "A", "value": "1"}]},
+    "dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "Hybrid"},
+    "devices": {"assignment": "Slots", "perNode": 4},
+    "tensorParallelSize": 1,
+    "service": {"ports": [{"port": 80, "name": "http"}]},
+    "template": {
+        "metadata": {"labels": {"a": "b"}},
+        "spec": {
+            "hostNetwork": False,
+            "containers": [
+                {"name": "engine", "env": [{"name": "B"}], "volumeMounts": [{"name": "v", "mountPath": "/v"}]}
+            ],
+            "volumes": [{"name": "v"}],
+        },
+    },
+}
 
 
 def env(**values: str) -> dict[str, Any]:
@@ -128,6 +176,38 @@ def test_a_newer_version_may_be_tried(tmp_path, capsys):
     assert "--data-parallel-size-local 0" in capsys.readouterr().out
 
 
+def test_the_option_counts_more_than_the_version_in_the_file(tmp_path, capsys):
+    file = write(
+        tmp_path / "cr.yaml",
+        engine={"image": "i", "version": "0.13"},
+        dataParallel={"size": 4, "headPlacement": "Dedicated"},
+    )
+    assert preview.main(["-f", file]) == 1
+    assert preview.main(["-f", file, "--version", "0.32"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("needs vLLM 0.14") == 1
+    assert "vLLM 0.32\n" in captured.out
+
+
+def test_what_is_no_version_is_no_version_to_render_for(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        preview.main(["-f", write(tmp_path / "cr.yaml"), "--version", "garbage"])
+    assert "'garbage' is no vLLM version such as 0.32" in capsys.readouterr().err
+
+
+def test_argv_is_shown_for_every_pod_with_its_first_rank(tmp_path, capsys):
+    file = write(tmp_path / "cr.yaml", dataParallel={"size": 6, "sizeLocal": 2, "loadBalancing": "Hybrid"})
+    assert preview.main(["-f", file, "-o", "argv"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    first = [line.split()[line.split().index("--data-parallel-start-rank") + 1] for line in lines]
+    pods = [line.split()[0] for line in lines]
+    assert list(zip(pods, first, strict=True)) == [
+        ("web-0-xxxxx-head", "0"),
+        ("web-0-xxxxx-w-0", "2"),
+        ("web-0-xxxxx-w-1", "4"),
+    ]
+
+
 def test_ranks_devices_and_objects_are_shown(tmp_path, capsys):
     file = write(
         tmp_path / "cr.yaml",
@@ -174,6 +254,38 @@ WARNINGS: list[tuple[str, dict[str, Any], str]] = [
         {"engine": {"image": "i", "args": ["--all2all-backend", "deepep_low_latency"]}},
         "one pod per node",
     ),
+    (
+        "DeepEP across pods, by environment",
+        {"engine": env(VLLM_ALL2ALL_BACKEND="deepep_high_throughput")},
+        "one pod per node",
+    ),
+    (
+        "DeepEP across pods, by a template's environment",
+        {
+            "template": {
+                "spec": {
+                    "containers": [
+                        {"name": "engine", "env": [{"name": "VLLM_ALL2ALL_BACKEND", "value": "deepep_low_latency"}]}
+                    ]
+                }
+            }
+        },
+        "one pod per node",
+    ),
+    (
+        "ranks that see one device of their node",
+        {
+            "model": {"name": "m", "architecture": "MoE"},
+            "dataParallel": {"size": 4, "loadBalancing": "External"},
+            "devices": {"assignment": "Slots", "perNode": 4},
+        },
+        "kernels that share memory between the ranks of a node",
+    ),
+    (
+        "XPU ranks that do not see each other's devices",
+        {"devices": {"assignment": "Slots", "perNode": 4, "visibleDevicesEnvName": "ZE_AFFINITY_MASK"}},
+        "ranks on XPU reach each other only on devices that all of them see",
+    ),
     ("the node's network", {"template": {"spec": {"hostNetwork": True}}}, "NetworkPolicy does not reach"),
     (
         "one port for several ranks",
@@ -182,7 +294,7 @@ WARNINGS: list[tuple[str, dict[str, Any], str]] = [
             "dataParallel": {"size": 4, "sizeLocal": 2, "loadBalancing": "External"},
             "service": {"ports": [{"port": 80}]},
         },
-        "one port per local rank",
+        "no port of the Service leads to the local ranks 1 of each pod: write one port per local rank",
     ),
     (
         "a Service does not balance load",
@@ -199,11 +311,30 @@ def test_what_may_surprise_is_warned_of(why, changes, words):
     """Dense ranks in lock-step.
 
     vllm#28224, verl#6856, vllm-ascend#11863. DeepEP across pods: vllm#21261, #21238. No draining before 0.18:
-    llm-d#927/PR#2444, vllm#24885.
+    llm-d#927/PR#2444, vllm#24885. Slots hide devices that other ranks need to see: vllm PR#53037, vllm#44556.
     """
     cr = resource(**changes)
     version = versions.known(cr.spec) or versions.NEWEST_KNOWN
     assert any(words in text for text in preview.warnings(cr.spec, name="web", version=version))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"service": {"ports": [{"port": 8000, "name": "a"}, {"port": 8001, "name": "b"}]}},
+        {"service": {"ports": [{"port": 80, "name": "a"}, {"port": 81, "name": "b", "targetPort": 8001}]}},
+        {"service": {"ports": [{"port": 80, "targetPort": 9000}]}},  # a sidecar that knows the ranks
+        {"devices": {"assignment": "Slots", "perNode": 2}},
+        {"devices": {"assignment": "Slots", "perNode": 2, "visibleDevicesEnvName": "ZE_AFFINITY_MASK"}},
+    ],
+)
+def test_a_supervised_group_that_is_reached_and_sees_all_devices_is_not_warned_of(changes):
+    cr = resource(
+        model={"name": "m", "architecture": "MoE"},
+        dataParallel={"size": 4, "sizeLocal": 2, "loadBalancing": "External"},
+        **changes,
+    )
+    assert [text for text in preview.warnings(cr.spec, name="web", version="0.32.0") if "gateway" not in text] == []
 
 
 def test_a_plain_object_has_no_warnings_and_one_named_vllm_has():

@@ -296,6 +296,33 @@ def test_a_supervised_group_has_a_service_port_for_every_local_rank():
     ]
 
 
+def test_service_ports_that_have_the_number_of_a_rank_lead_to_that_rank():
+    """Two ports to one rank would leave the other without requests: gateway-api-inference-extension#2950, aibrix#1858."""
+    ports = [{"port": port, "name": f"p{port}"} for port in (80, 8000, 8001)]
+    cr = resource(**MODES["supervised"], service={"ports": ports})
+    service = render.client_service(cr)
+    assert [(p["port"], p["targetPort"]) for p in service["spec"]["ports"]] == [
+        (80, "api"),
+        (8000, "api"),
+        (8001, "api-1"),
+    ]
+    policy = render.network_policy(cr, SETTINGS)
+    assert policy
+    assert [p["port"] for p in policy["spec"]["ingress"][-1]["ports"]] == ["api", "api-1"]
+
+
+@pytest.mark.parametrize("path", ["/run/dpd", "/run/dpd/"])
+def test_a_guest_that_mounts_something_where_the_group_file_would_be_keeps_its_mount(path):
+    """Two mounts at one path are refused by the API server, and then no pod of the group starts."""
+    mount = {"name": "mine", "mountPath": path}
+    guests = [{"name": "a", "image": "a", "volumeMounts": [mount]}, {"name": "b", "image": "b"}]
+    template = {"spec": {"containers": guests, "volumes": [{"name": "mine", "emptyDir": {}}]}}
+    pod = render.head_pod(incarnation(template=template))["spec"]
+    mounts = {c["name"]: c["volumeMounts"] for c in pod["containers"]}
+    assert mounts["a"] == [mount]
+    assert mounts["b"] == [{"name": "dpd-group", "mountPath": "/run/dpd", "readOnly": True}]
+
+
 def test_an_engine_behind_a_sidecar_is_not_open_to_clients():
     cr = resource(service={"ports": [{"port": 80, "targetPort": 8100}]})
     policy = render.network_policy(cr, SETTINGS)
