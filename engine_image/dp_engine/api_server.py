@@ -10,14 +10,13 @@ import asyncio
 import os
 import signal
 import socket
-import ssl
 from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct, structs
 
-from dp_engine import environment, logs, processes
+from dp_engine import environment, logs, processes, tls
 from dp_engine.client import EngineClient, EngineDeadError
 from dp_engine.data_sockets import DataSockets
 from dp_engine.endpoints import connect_stats
@@ -125,7 +124,7 @@ async def _serve(
     runner = web.AppRunner(http.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     # The port listens from here on: until now a connection was refused, never answered with 503.
-    await web.SockSite(runner, server.listener, ssl_context=_ssl_context(options)).start()
+    await web.SockSite(runner, server.listener, ssl_context=tls.server_context(options)).start()
     logs.info(f"Application startup complete. API server {server.index} serves on port {options.port}")
     await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
@@ -148,14 +147,6 @@ async def _drain(client: EngineClient, *, timeout_s: float) -> None:
     logs.info(f"Shutting down: {client.unfinished} requests, draining for {timeout_s:g} s")
     while client.unfinished and client.dead is None and loop.time() < deadline:  # noqa: ASYNC110 - seconds at most
         await asyncio.sleep(0.02)
-
-
-def _ssl_context(options: Options) -> ssl.SSLContext | None:
-    if options.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    return context
 
 
 async def _watch_engines(engines: Sequence[Child], client: EngineClient) -> None:

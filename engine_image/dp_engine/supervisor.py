@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 from msgspec import structs
 
-from dp_engine import logs, processes
+from dp_engine import logs, processes, tls
 from dp_engine.modes import Launch
 from dp_engine.options import Options
 from dp_engine.processes import Child
@@ -153,7 +153,8 @@ async def _probe(options: Options, launch: Launch, health: Health, runner: web.A
                 return
             if health.ready and not serving:
                 serving = True
-                site = web.TCPSite(runner, options.host or "0.0.0.0", options.supervisor_port)
+                host, context = options.host or "0.0.0.0", tls.server_context(options)
+                site = web.TCPSite(runner, host, options.supervisor_port, ssl_context=context)
                 await site.start()
                 logs.info(
                     f"All {launch.children} servers are healthy; supervisor serves on port {options.supervisor_port}"

@@ -29,6 +29,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+LEAST_PYTHON = (3, 9)
 EXIT_REFUSED = 1
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
@@ -210,6 +211,7 @@ def preflight(plan: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "deviceCount": devices,
         "sharedMemoryBytes": memory,
         "engineVersion": installed_version(),
+        "pythonVersion": "{}.{}.{}".format(*sys.version_info),
         "warnings": warnings or None,
     }
     return {key: value for key, value in found.items() if value is not None}
@@ -487,6 +489,11 @@ def prestop(seconds: float) -> int:
 
 def main(argv: list[str]) -> int:
     """Run one of the three commands; gives the exit code."""
+    if sys.version_info[:2] < LEAST_PYTHON:
+        found, least = ("{}.{}".format(*version) for version in (sys.version_info, LEAST_PYTHON))
+        return fail(
+            f"not started: python3 of the image is Python {found}, and {least} or newer is needed", EXIT_REFUSED
+        )
     if not argv:
         return launch()
     if argv == ["ready"]:

@@ -108,6 +108,7 @@ class CheckIn(_Message, frozen=True):
     device_count: int | None = None
     shared_memory_bytes: int | None = None
     engine_version: str | None = None
+    python_version: str | None = None
     warnings: list[str] = []  # what preflight found and does not stop the start; a few short lines
     wait_seconds: float = 20.0
 
@@ -196,6 +197,7 @@ class Snapshot(_Message, frozen=True):
     stages: Stages = field(default_factory=Stages)
     local: Local = field(default_factory=Local)
     engine_versions: dict[str, int] = {}  # installed version -> pods
+    python_versions: dict[str, int] = {}  # of the images' python3 -> pods
     warnings: list[str] = []  # "pod: what its preflight found"; the first 8
     lost: list[RankLost] = []  # newest 16
     restarted: list[PodRestarted] = []  # newest 16

@@ -67,6 +67,9 @@ def build(plan: LaunchPlan, roster: Roster, handshake: Handshake, seen: Seen, *,
         engine_versions=dict(
             Counter(message.engine_version for message in roster.arrived.values() if message.engine_version)
         ),
+        python_versions=dict(
+            Counter(message.python_version for message in roster.arrived.values() if message.python_version)
+        ),
         warnings=[
             f"{message.pod}: {text[:200]}" for message in roster.arrived.values() for text in message.warnings[:4]
         ][:MAX_WARNINGS],

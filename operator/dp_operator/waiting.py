@@ -192,10 +192,11 @@ def _warnings(snapshot: Snapshot | None) -> str:
     if snapshot is None:
         return ""
     found = list(snapshot.warnings)
-    if len(snapshot.engine_versions) > 1:
-        # An MoE group would end with a hash mismatch or hang, and nobody would say why.
-        versions = ", ".join(f"{version} in {pods}" for version, pods in sorted(snapshot.engine_versions.items()))
-        found.insert(0, f"pods have different vLLM versions: {versions}")
+    # An MoE group would end with a hash mismatch or hang, and nobody would say why.
+    for what, versions in (("Python", snapshot.python_versions), ("vLLM", snapshot.engine_versions)):
+        if len(versions) > 1:
+            counts = ", ".join(f"{version} in {pods}" for version, pods in sorted(versions.items()))
+            found.insert(0, f"pods have different {what} versions: {counts}")
     return f" (preflight: {'; '.join(found)})"[:400] if found else ""
 
 

@@ -3,6 +3,8 @@
 import http.client
 import os
 import signal
+import ssl
+import subprocess
 
 import pytest
 
@@ -143,9 +145,12 @@ def supervisor(bed, free, *argv, start=0, size=2, local=2, **kwargs):
     return node, page
 
 
-def status(port, path):
+def status(port, path, tls=None):
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        if tls is None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        else:
+            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=tls)
         connection.request("GET", path)
         return connection.getresponse().status
     except ConnectionError:
@@ -185,6 +190,21 @@ def test_a_supervisor_runs_one_server_per_rank_and_one_page_for_all(bed, wait, f
     node.popen.terminate()
     assert node.exit_code() == 0
     assert bed.alive() == []
+
+
+def test_a_supervisor_with_keys_serves_its_page_with_tls_as_its_servers_do(bed, wait, free, tmp_path):
+    key, certificate = tmp_path / "tls.key", tmp_path / "tls.crt"
+    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject],
+        check=True,
+        capture_output=True,
+    )
+    _, page = supervisor(bed, free, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    trusting = ssl.create_default_context(cafile=certificate)
+    wait(lambda: status(page, "/readyz", trusting) == 200, within_s=20, last=bed.logs)
+    assert [status(bed.ports[0] + rank, "/health", trusting) for rank in (0, 1)] == [200, 200]
+    assert status(page, "/readyz") is None, "no plain HTTP beside it"
 
 
 def test_a_supervisors_servers_share_the_nodes_devices(bed, wait, free):

@@ -56,6 +56,7 @@ def _check_in(one: Group, pod: str, *, wait_s: float) -> bytes:
             first_rank=place.first_rank,
             ranks=place.ranks,
             engine_version="0.32.0",
+            python_version="3.12.3",
             wait_seconds=wait_s,
         )
     )
@@ -87,6 +88,7 @@ async def test_four_thousand_pods_wait_and_are_released_together(group: Make) ->
     snapshot = await asyncio.to_thread(one.relay.snapshot)
     assert (snapshot.arrived_pods, snapshot.stages.arrived, snapshot.missing_pods) == (pods, "0-4095", [])
     assert snapshot.engine_versions == {"0.32.0": pods}
+    assert snapshot.python_versions == {"3.12.3": pods}
 
 
 def test_a_pod_that_restarts_after_the_release_is_refused_even_by_a_restarted_relay(group: Make) -> None:

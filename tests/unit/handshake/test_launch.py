@@ -160,7 +160,7 @@ def finish(process: subprocess.Popen[str], *, within_s: float = 20) -> tuple[int
 
 def test_it_runs_on_python_3_9_with_nothing_but_the_standard_library_and_fits_a_config_map() -> None:
     text = SOURCE.read_text()
-    tree = ast.parse(text, feature_version=(3, 9))
+    tree = ast.parse(text, feature_version=(3, 7))  # older than it runs on, so that it can say so
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -411,6 +411,23 @@ def test_an_engine_that_is_too_old_for_the_mode_is_not_started(
     if not fits:
         said = (tmp_path / "termination-log").read_text()
         assert "the image has vLLM 0.21.2, and External with several ranks needs 0.22 or newer" in said
+
+
+def test_a_python_that_is_too_old_is_named_instead_of_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 8, 10, "final", 0))
+    monkeypatch.setenv("DPD_TERMINATION_LOG", str(tmp_path / "termination-log"))
+    assert launch.main([]) == 1
+    said = "not started: python3 of the image is Python 3.8, and 3.9 or newer is needed"
+    assert (tmp_path / "termination-log").read_text() == said + "\n"
+    assert said in capsys.readouterr().err
+
+
+def test_the_monitor_hears_which_python_the_image_has(tmp_path: Path, monitor: Callable[..., Monitor]) -> None:
+    server = monitor(RELEASED)
+    finish(start(tmp_path, plan(monitor_port=server.port)))
+    assert server.asked[-1].python_version == "{}.{}.{}".format(*sys.version_info)
 
 
 def test_where_the_image_does_not_tell_its_version_the_operators_idea_counts(

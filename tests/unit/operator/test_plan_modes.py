@@ -280,6 +280,9 @@ def test_pods_with_different_versions_are_named_before_they_disagree():
     world.relay_says(incarnation, engine_versions={"0.31.2": 1, "0.32.0": 3})
     world.reconcile()
     assert "pods have different vLLM versions: 0.31.2 in 1, 0.32.0 in 3" in world.entry().waiting_for
+    world.relay_says(incarnation, python_versions={"3.10.12": 1, "3.12.3": 3})
+    world.reconcile()
+    assert "pods have different Python versions: 3.10.12 in 1, 3.12.3 in 3" in world.entry().waiting_for
 
 
 @pytest.mark.parametrize("kind", ["Volcano", "Coscheduling"])

@@ -347,3 +347,11 @@ def test_a_plain_object_has_no_warnings_and_one_named_vllm_has():
 def test_every_example_is_accepted(path):
     for document in preview.load(path.read_text()):
         preview.check(document, version=None)
+
+
+def test_an_example_that_raises_a_limit_may_do_so_and_ends_if_it_cannot():
+    (document,) = preview.load((EXAMPLES / "real" / "moe-deepep.yaml").read_text())
+    script = document["spec"]["engine"]["command"][2]
+    (engine,) = document["spec"]["template"]["spec"]["containers"]
+    assert script == 'ulimit -l unlimited && exec "$@"'
+    assert "SYS_RESOURCE" in engine["securityContext"]["capabilities"]["add"]
