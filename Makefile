@@ -126,8 +126,9 @@ bench: $(STAMP) up images install-here ## The numbers of docs/performance.md
 # --- Beside real vLLM ------------------------------------------------------------------------------------------------
 .PHONY: conformance
 conformance: $(STAMP) ## Our engine and relay beside real vLLM on CPU, which is installed once into a cache
-	@$(PYTHON) -m tests.conformance.environment
-	CONFORMANCE_WRITE=1 $(BIN)/pytest -q tests/conformance
+	@begun=$$(date +%s); $(PYTHON) -m tests.conformance.environment || exit; installed=$$(date +%s); \
+	CONFORMANCE_WRITE=1 $(BIN)/pytest -q tests/conformance; status=$$?; ended=$$(date +%s); \
+	echo "==> install $$((installed - begun)) s + tests $$((ended - installed)) s = $$((ended - begun)) s"; exit $$status
 
 .PHONY: e2e-vllm
 e2e-vllm: $(STAMP) up images install-here ## Real vLLM on CPU as the engine of three groups on the cluster

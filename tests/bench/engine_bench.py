@@ -1,13 +1,14 @@
 """Our front end and our handshake beside vLLM's, with the same stand-in ranks, in one run.
 
-    python tests/bench/engine_bench.py [--ranks 8] [--requests 800] [--rounds 7] [--only handshake] [--write]
+    python tests/bench/engine_bench.py [--ranks 8] [--requests 400] [--rounds 7] [--only handshake] [--write]
 
-Requests: `--ranks` dense stand-in ranks that answer as fast as they can, first led by `dp-engine serve`, then by vLLM
-0.32's `serve` (one API server each, a tiny model's tokenizer at vLLM's). One client process asks for completions of
-eight tokens, one at a time (latency) and 32 at a time (throughput). Handshake: ranks are DEALERs in one process that
-say HELLO, wait for INIT, say READY and close; time runs from the first HELLO to the last READY at the head. Both heads
-take turns; a ratio is the median of the pairs' ratios. Everything shares this machine. Prints Markdown; `--write` puts
-it into docs/performance.md.
+Requests: two groups of `--ranks` dense stand-in ranks that answer as fast as they can, one led by `dp-engine serve`, one
+by vLLM 0.32's `serve` (one API server each, a tiny model's tokenizer at vLLM's). Both stay up; one client process asks
+one of them at a time for completions of eight tokens, one at a time (latency) and 32 at a time (throughput). Handshake:
+ranks are DEALERs in one process that say HELLO, wait for INIT, say READY and close; time runs from the first HELLO to
+the last READY at the head. In both, heads take turns for `--rounds` rounds, the first of a round by turns too; a ratio is
+the median of the rounds' ratios. Everything shares this machine. Prints Markdown; `--write` puts it into
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ AT_ONCE = 32
 PAGE = REPOSITORY / "docs" / "performance.md"
 SIZES = (1024, 4096)
 Heads = dict[str, Callable[[Bed, int, int], None]]
+Load = tuple[float, float, float]
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> float:
     return time.perf_counter() - started
 
 
-async def _load(port: int, requests: int) -> tuple[float, float, float]:
+async def _load(port: int, requests: int) -> Load:
     """(median seconds alone, 95th percentile alone, requests per second at AT_ONCE)."""
     url = f"http://127.0.0.1:{port}/v1/completions"
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -74,21 +76,31 @@ async def _load(port: int, requests: int) -> tuple[float, float, float]:
     return statistics.median(alone), alone[len(alone) * 95 // 100], rate
 
 
-def measure_requests(start_head: Callable[[Bed, int, int], None], *, ranks: int, requests: int) -> list[float]:
-    """One head, its ranks, and the load."""
+def start_group(bed: Bed, start_head: Callable[[Bed, int, int], None], ranks: int) -> Api:
+    """A head and its ranks; its API may not listen yet."""
+    api, rpc = Api(bed, free_port()), free_port()
+    start_head(bed, api.port, rpc)
+    group = ("-dp", str(ranks), "-dpl", str(ranks), "-dpr", "0", "-dpa", "127.0.0.1", "-dpp", str(rpc))
+    bed.engine("--headless", *group, "--no-moe", "--tokens-per-second", "0", version=WHOLE)
+    return api
+
+
+def measure_requests(start_heads: Heads, *, ranks: int, requests: int, rounds: int) -> list[dict[str, Load]]:
+    """What each head did under load, round by round."""
     with tempfile.TemporaryDirectory(prefix="b") as directory:
         bed = Bed(Path(directory))
         try:
-            api, rpc = Api(bed, free_port()), free_port()
-            start_head(bed, api.port, rpc)
-            group = ("-dp", str(ranks), "-dpl", str(ranks), "-dpr", "0", "-dpa", "127.0.0.1", "-dpp", str(rpc))
-            bed.engine("--headless", *group, "--no-moe", "--tokens-per-second", "0", version=WHOLE)
+            ports = {name: start_group(bed, start, ranks) for name, start in start_heads.items()}
             end = time.monotonic() + 240
-            while api.call("/health")[0] != 200:
+            while any(api.call("/health")[0] != 200 for api in ports.values()):
                 if time.monotonic() > end:
                     raise SystemExit(bed.logs())
                 time.sleep(0.2)
-            return list(asyncio.run(_load(api.port, requests)))
+            found = []
+            for number in range(rounds):
+                order = list(ports) if number % 2 == 0 else list(reversed(ports))
+                found.append({name: asyncio.run(_load(ports[name].port, requests)) for name in order})
+            return found
         finally:
             bed.stop()
 
@@ -109,24 +121,23 @@ def heads(vllm: Vllm, model: Path, ranks: int) -> Heads:
     return {"ours": ours, "vLLM": theirs}
 
 
-def compare_requests(vllm: Vllm, *, ranks: int, requests: int) -> str:
+def compare_requests(vllm: Vllm, *, ranks: int, requests: int, rounds: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         script = [str(vllm.python), str(DRIVERS / "tiny_models.py"), folder]
         subprocess.run(script, check=True, env=vllm.env(WHOLE, Path(folder)), capture_output=True)
-        found = {
-            name: measure_requests(start, ranks=ranks, requests=requests)
-            for name, start in heads(vllm, Path(folder) / "tiny-dense", ranks).items()
-        }
-    lines = [
-        f"| {ranks} stand-in ranks, completions of {TOKENS} tokens | our front end | vLLM {WHOLE}'s | ours / vLLM's |",
-        "|---|---|---|---|",
-    ]
-    names = ("one at a time, median", "one at a time, 95th percentile")
-    for number, name in enumerate(names):
-        one, other = found["ours"][number] * 1000, found["vLLM"][number] * 1000
-        lines.append(f"| {name} | {one:.2f} ms | {other:.2f} ms | {one / other:.2f} |")
-    one, other = found["ours"][2], found["vLLM"][2]
-    lines.append(f"| {AT_ONCE} at a time | {one:.0f} requests/s | {other:.0f} requests/s | {one / other:.2f} |")
+        start_heads = heads(vllm, Path(folder) / "tiny-dense", ranks)
+        found = measure_requests(start_heads, ranks=ranks, requests=requests, rounds=rounds)
+    what = f"{ranks} stand-in ranks, completions of {TOKENS} tokens, median of {rounds} pairs"
+    lines = [f"| {what} | our front end | vLLM {WHOLE}'s | ours / vLLM's |", "|---|---|---|---|"]
+    rows = (
+        ("one at a time, median", 1000, ".2f", "ms"),
+        ("one at a time, 95th percentile", 1000, ".2f", "ms"),
+        (f"{AT_ONCE} at a time", 1, ".0f", "requests/s"),
+    )
+    for column, (name, factor, form, unit) in enumerate(rows):
+        one, other = (statistics.median(pair[side][column] for pair in found) * factor for side in ("ours", "vLLM"))
+        ratio = statistics.median(pair["ours"][column] / pair["vLLM"][column] for pair in found)
+        lines.append(f"| {name} | {one:{form}} {unit} | {other:{form}} {unit} | {ratio:.2f} |")
     return "\n".join(lines)
 
 
@@ -204,7 +215,7 @@ def compare_handshakes(vllm: Vllm, *, rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["handshake", "requests"])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
@@ -218,7 +229,9 @@ def main() -> None:
         try:
             measures = {
                 "handshake": lambda: compare_handshakes(vllm, rounds=options.rounds),
-                "requests": lambda: compare_requests(vllm, ranks=options.ranks, requests=options.requests),
+                "requests": lambda: compare_requests(
+                    vllm, ranks=options.ranks, requests=options.requests, rounds=options.rounds
+                ),
             }
             for name, measure in measures.items():
                 if options.only in {None, name}:

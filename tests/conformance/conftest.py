@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -310,8 +311,49 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     bed.stop()
 
 
+class Run:
+    """The table of this run, and what did not run or pass."""
+
+    def __init__(self) -> None:
+        self.table = report.Table()
+        self.counts: Counter[str] = Counter()
+        self.words: list[str] = []
+
+    def end(self, status: int) -> int:
+        """Write the table if it is whole. Returns the exit status."""
+        shortfalls = [f"{count} tests {what}" for what, count in self.counts.items()]
+        if status and not shortfalls:
+            shortfalls = ["the run was interrupted"]
+        try:
+            reason = self.table.save(shortfalls)
+        except ValueError as failure:
+            reason, status = str(failure), status or 1
+        if reason is not None:
+            self.words = [f"docs/compatibility.md is as it was: {reason}"]
+        return status
+
+
+RUN = Run()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    RUN.counts["deselected"] += len(items)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.outcome != "passed" and "tests/conformance/" in report.nodeid:
+        RUN.counts[report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.exitstatus = RUN.end(int(exitstatus))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in RUN.words:
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
-def compatibility() -> Iterator[report.Table]:
-    table = report.Table()
-    yield table
-    table.save()
+def compatibility() -> report.Table:
+    return RUN.table

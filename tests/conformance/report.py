@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +45,8 @@ def read_cells(page: str) -> dict[tuple[str, str, str], str]:
     """What an earlier run wrote between the marks: cells without their notes, dashes left out."""
     region = page.partition("<!-- table -->")[2].partition("<!-- /table -->")[0]
     rows = [line.strip("| \n").split(" | ") for line in region.splitlines() if line.startswith("| ")]
+    if not rows:
+        return {}
     columns = [tuple(title.split()) for title in rows[0][1:]]
     cells = {}
     for role, *shown in rows[1:]:
@@ -94,11 +96,21 @@ class Table:
             raise ValueError(f"{role}, {release} {kind}: no run filled this cell, and no note says why")
         return (seen or "–") + (f" ({number})" if number else "")
 
-    def save(self) -> None:
-        """Write the page: all of it after the whole suite (`make conformance` says 1), `part` keeps cells that were not run."""
+    def save(self, shortfalls: Sequence[str] = ()) -> str | None:
+        """Write the page: all of it after the whole suite (`make conformance` says 1), `part` keeps cells that were not run.
+
+        Returns why a whole page was not written: tests that did not run or pass (`shortfalls`). Raises ValueError when
+        all did and the page would still lose a row or get a hole.
+        """
         asked = os.environ.get(WRITE_ENV)
-        if asked and self._cells:
-            page = PAGE.read_text()
-            if asked == "part":
-                self._cells = {**read_cells(page), **self._cells}
-            PAGE.write_text(replace_region(page, "table", self.markdown(whole=asked != "part")))
+        if not asked or not self._cells:
+            return None
+        page = PAGE.read_text()
+        if asked == "part":
+            self._cells = {**read_cells(page), **self._cells}
+        elif shortfalls:
+            return "; ".join(shortfalls)
+        elif lost := {role for role, _, _ in read_cells(page)} - {role for role, _, _ in self._cells}:
+            raise ValueError(f"no test filled a row of the page; if that is meant, delete it there: {sorted(lost)}")
+        PAGE.write_text(replace_region(page, "table", self.markdown(whole=asked != "part")))
+        return None

@@ -1,7 +1,7 @@
 """What four releases of vLLM were seen to do with a handshake, and what our state machines do with the same frames.
 
 Needs no vLLM: `data/handshake_head.json` holds the frames that came to vLLM's own loop (two ranks, rank 0 local) and
-how it ended, `data/handshake_engine.json` the INITs that came to vLLM's engine.
+how it ended, `data/handshake_engine.json` INITs and what `startup_handshake` of each release's engine did with them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
-from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, HandshakeError, Init, decode_init
+from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, HandshakeError, Init
 from dp_engine.versions import wire_of
-from tests.conformance.conftest import RELEASES
+from tests.conformance.conftest import RELEASES, Bed, until
+from tests.conformance.front_ends import FrontEnds
 from tests.conformance.report import Table
 
 DATA = Path(__file__).parent / "data"
@@ -71,13 +73,25 @@ def test_our_head_judges_every_recorded_handshake_as_the_release_did(release: st
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_our_engine_takes_and_refuses_the_same_init_messages(release: str, compatibility: Table) -> None:
+def test_our_engine_takes_and_refuses_the_same_init_messages(bed: Bed, release: str, compatibility: Table) -> None:
+    """A rank that takes its INIT goes on to its group or its model, one that refuses it ends."""
     with compatibility.cell(f"{len(ENGINE_CASES)} recorded INITs at our engine", release, moe=None):
-        for case in ENGINE_CASES:
-            try:
-                decode_init(msgspec.msgpack.encode(case["init"]))
-            except msgspec.ValidationError:
-                ours = "refused"
-            else:
-                ours = "accepted"
-            assert ours == case["verdict"], case["name"]
+        ours = {case["name"]: engine_verdict(bed, case["init"], RELEASES[release]) for case in ENGINE_CASES}
+        assert ours == {case["name"]: case["verdict"][release] for case in ENGINE_CASES}
+
+
+def engine_verdict(bed: Bed, init: Any, version: str) -> str:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken = "INIT received"
+    try:
+        front_ends = FrontEnds(context)
+        if isinstance(init, dict):
+            inputs, outputs = front_ends.addresses.inputs, front_ends.addresses.outputs
+            init = {**init, "addresses": {**init["addresses"], "inputs": inputs, "outputs": outputs}}
+        group = ("-dp", "2", "-dpl", "1", "-dpr", "1", "-dpa", "127.0.0.1", "-dpp", str(front_ends.rpc_port))
+        rank = bed.engine("--headless", "--no-moe", *group, version=version)
+        front_ends.shake(rank, init=init)
+        until(lambda: taken in rank.text() or not rank.running(), within_s=30, last=rank.log)
+        return "accepted" if taken in rank.text() else "refused"
+    finally:
+        context.destroy(linger=0)

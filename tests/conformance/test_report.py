@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance import report
+from tests.conformance.conftest import Run
 from tests.conformance.report import RELEASES, Table
 
 COLUMNS = [(release, kind) for release in RELEASES for kind in ("dense", "MoE")]
@@ -53,3 +54,45 @@ def test_a_hole_that_nothing_explains_fails_a_whole_run(tmp_path: Path, monkeypa
         pass
     with pytest.raises(ValueError, match=r"a role, 0\.11 dense: no run filled this cell"):
         table.save()
+
+
+@pytest.mark.parametrize("shortfall", ["skipped", "failed", "deselected", None])
+def test_a_whole_run_of_which_something_is_missing_leaves_the_page_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortfall: str | None
+) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page := page_with({"whole": ["yes"] * 8, "other": ["yes"] * 8}))
+    monkeypatch.setattr(report, "PAGE", path)
+    monkeypatch.setenv(report.WRITE_ENV, "1")
+    run = Run()
+    with run.table.cell("whole", "0.11.0", moe=None, seen="neither"):
+        pass
+    if shortfall:
+        run.counts[shortfall] += 2
+    status = 2 if shortfall is None else 0  # Ctrl-C
+    assert run.end(status) == status
+    assert (shortfall or "interrupted") in run.words[0]
+    assert path.read_text() == page
+
+
+def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page := page_with({"kept": ["yes"] * 8, "lost": ["yes"] * 8}))
+    monkeypatch.setattr(report, "PAGE", path)
+    monkeypatch.setenv(report.WRITE_ENV, "1")
+    run = Run()
+    for release in RELEASES:
+        with run.table.cell("kept", release, moe=None):
+            pass
+    assert run.end(0) == 1
+    assert "lost" in run.words[0]
+    assert path.read_text() == page
+    with run.table.cell("lost", "0.11", moe=None):
+        pass
+    for release in RELEASES[1:]:
+        with run.table.cell("lost", release, moe=None, seen="neither"):
+            pass
+    assert run.end(0) == 0
+    assert report.read_cells(path.read_text())["lost", "0.33", "MoE"] == "neither"
