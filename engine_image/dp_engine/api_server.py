@@ -125,7 +125,9 @@ async def _serve(
     await runner.setup()
     # The port listens from here on: until now a connection was refused, never answered with 503.
     await web.SockSite(runner, server.listener, ssl_context=tls.server_context(options)).start()
-    logs.info(f"Application startup complete. API server {server.index} serves on port {options.port}")
+    logs.info(
+        f"Application startup complete. API server {server.index} serves on {options.uds or f'port {options.port}'}"
+    )
     await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
         http.draining = True
