@@ -63,6 +63,22 @@ def mutate(frame: bytes, random_: random.Random) -> bytes:
     return bytes(data)
 
 
+VALUES = (float("inf"), float("nan"), -1, 0, 2**63, None, True, "x", [], [None], ["x"], [2**63], {}, {"x": 1}, b"\xc1")
+
+
+def exchange_value(frame: bytes, random_: random.Random) -> bytes:
+    """Another value in one place of a message that stays msgpack: what passes the decoder meets the code behind it."""
+    message = wire.decode(frame)
+    place = message
+    while True:
+        key = random_.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        if not isinstance(place[key], list | dict) or not place[key] or random_.random() < 0.2:
+            break
+        place = place[key]
+    place[key] = random_.choice(VALUES)
+    return wire.encode(message)
+
+
 def mutations(*names: str, rounds: int = ROUNDS) -> Iterator[tuple[int, bytes]]:
     for number in range(rounds):
         random_ = random.Random(f"{SEED}-{number}")
@@ -151,7 +167,8 @@ def requests(rounds: int, seed: str) -> Iterator[tuple[str, bytes, bytes]]:
         random_ = random.Random(f"{seed}-{number}")
         name = random_.choice(list(KINDS))
         kind = KINDS[name] if random_.random() < 0.9 else bytes([random_.randrange(256)])
-        yield f"{seed}-{number}", kind, mutate(FRAMES[name], random_)
+        injure = random_.choice([mutate, exchange_value])
+        yield f"{seed}-{number}", kind, injure(FRAMES[name], random_)
 
 
 class PureEngine:
