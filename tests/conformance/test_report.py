@@ -9,7 +9,10 @@ import pytest
 from tests.conformance import report
 from tests.conformance.conftest import Run
 from tests.conformance.report import RELEASES, Table
+from tests.conformance.test_command_lines import LINES
+from tests.conformance.test_recorded_verdicts import ENGINE_CASES, HEAD_CASES
 
+MODES, RELAY = ("hybrid", "external"), ("", ", behind our relay,")
 COLUMNS = [(release, kind) for release in RELEASES for kind in ("dense", "MoE")]
 
 
@@ -20,6 +23,34 @@ def page_with(rows: dict[str, list[str]]) -> str:
             with table.cell(role, release, moe=kind == "MoE", seen=word):
                 pass
     return report.replace_region("<!-- table -->\n<!-- /table -->", "table", table.markdown())
+
+
+# Rows by what their tests are parametrized with or read.
+ROWS = {
+    *(
+        f"{size} engines of vLLM, led by our head with {servers}"
+        for size in (2, 4)
+        for servers in ("1 API server", "2 API servers")
+    ),
+    *(f"{size} of our engines{where}, led by vLLM's head" for size in (2, 4) for where in ("", " behind our relay")),
+    *(f"{mode}: our ranks{where} in pods of vLLM" for mode in MODES for where in RELAY),
+    *(f"{mode}: ranks of vLLM{where} in our pods" for mode in MODES for where in RELAY),
+    *(f"deaf on all inputs after a malformed request, process up: {whose}" for whose in ("our rank", "a rank of vLLM")),
+    "our coordinator and engines, vLLM's handshake and client",
+    "our engines behind a whole `vllm serve`",
+    "a whole headless vLLM behind our head",
+    "the operator's command lines, all examples, at vLLM's parser",
+    "20000 injured frames at our head, engine and coordinator",
+    f"{len(HEAD_CASES)} recorded handshakes at our head",
+    f"{len(ENGINE_CASES)} recorded INITs at our engine",
+    f"{len(LINES)} command lines at our parser",
+}
+
+
+def test_the_committed_page_shows_every_row_of_today_and_no_other() -> None:
+    cells = report.read_cells(report.PAGE.read_text())
+    assert {role for role, _, _ in cells} == ROWS
+    assert set(cells.values()) <= {"yes", "neither"}
 
 
 def test_what_was_written_is_read_again() -> None:
