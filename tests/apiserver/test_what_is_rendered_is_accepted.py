@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dp_operator import api, client, naming, preview, render, structural, versions
+from tests.kinds_of_others import INFERENCE_POOL
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENTS = [
@@ -52,48 +53,6 @@ def test_the_plan_of_an_example_has_nothing_against_it_but_the_advice_to_use_a_g
     version = versions.known(spec) or versions.NEWEST_KNOWN
     said = preview.warnings(spec, name=document["metadata"]["name"], version=version)
     assert [text for text in said if "is assumed" not in text and "put a gateway" not in text] == []
-
-
-# InferencePool of inference.networking.k8s.io/v1, written down from its documentation: its CRD is not in the cluster.
-INFERENCE_POOL = {
-    "type": "object",
-    "required": ["selector", "targetPorts", "endpointPickerRef"],
-    "properties": {
-        "selector": {
-            "type": "object",
-            "required": ["matchLabels"],
-            "properties": {
-                "matchLabels": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
-            },
-        },
-        "targetPorts": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 8,
-            "x-kubernetes-list-map-keys": ["number"],
-            "items": {
-                "type": "object",
-                "required": ["number"],
-                "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
-            },
-        },
-        "endpointPickerRef": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "group": {"type": "string", "maxLength": 253},
-                "kind": {"type": "string", "minLength": 1, "maxLength": 63},
-                "name": {"type": "string", "minLength": 1, "maxLength": 253},
-                "port": {
-                    "type": "object",
-                    "required": ["number"],
-                    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
-                },
-                "failureMode": {"type": "string", "enum": ["FailOpen", "FailClose"]},
-            },
-        },
-    },
-}
 
 
 @pytest.mark.parametrize(("path", "document"), OTHERS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.kube import ENGINE_IMAGE, LABELS, Cluster, RefusedError, Space, condition, dpd, identities, until
+from tests.kinds_of_others import GANGS
 
 
 def test_a_dedicated_head_serves_without_running_a_rank(space: Space) -> None:
@@ -277,11 +278,6 @@ def test_an_api_with_tls_is_asked_with_tls_by_probe_and_monitor(space: Space, tm
     assert space.complete("https:secure")["usage"]["completion_tokens"] == 20
 
 
-# As much of the two kinds' schemas as there is in both CRDs, written down from their documentation.
-GANGS = {
-    "Volcano": ("scheduling.volcano.sh", "v1beta1", {"minMember": "integer", "queue": "string"}),
-    "Coscheduling": ("scheduling.x-k8s.io", "v1alpha1", {"minMember": "integer", "scheduleTimeoutSeconds": "integer"}),
-}
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
@@ -291,8 +287,7 @@ def install_gangs(cluster: Cluster) -> Iterator[Callable[[str], str]]:
     made = []
 
     def install(kind: str) -> str:
-        group, version, fields = GANGS[kind]
-        spec = {"type": "object", "properties": {name: {"type": typ} for name, typ in fields.items()}}
+        group, version, spec = GANGS[kind].group, GANGS[kind].version, GANGS[kind].spec
         crd: Any = {
             "apiVersion": "apiextensions.k8s.io/v1",
             "kind": "CustomResourceDefinition",
@@ -352,7 +347,6 @@ def test_a_gang_waits_for_its_schedulers_kind_exists_before_its_pods_and_goes_wi
     created = gang["metadata"]["creationTimestamp"]
     assert all(pod["metadata"]["creationTimestamp"] >= created for pod in space.pods("gang").values())
     for pod in space.pods("gang").values():
-        named = {**pod["metadata"]["labels"], **pod["metadata"].get("annotations", {})}
-        assert gang["metadata"]["name"] in named.values()
+        assert pod["metadata"][GANGS[kind].part][GANGS[kind].key] == gang["metadata"]["name"]
     space.delete("dataparalleldeployments", "gang")
     until("the gang is gone", gangs, lambda found: not found, within_s=60)

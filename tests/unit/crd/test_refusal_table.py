@@ -221,7 +221,7 @@ def test_what_vllm_refuses_is_refused_when_it_is_applied(what, changes, words):
 
     dynamo#12164, kserve#5773, kserve#4946. Start ranks by hand: gpustack/gpustack#6221, PR#6236,
     vllm-project/vllm-ascend PR#16204. nnodes with dense models: vllm PR#39405. Devices: vllm PR#53743, #54694,
-    #22677, #44556.
+    #22677, #44556. External is for MoE: "Non-MoE models do not support external data parallel mode".
     """
     spec: dict[str, Any] = {
         "model": {"name": "m", "architecture": "Dense"},

@@ -184,7 +184,7 @@ def test_the_number_of_api_servers_is_always_bounded(spec, version):
 
 @given(specs(modes=("External",)), versions)
 def test_external_pods_name_their_rank_once(spec, version):
-    """`--data-parallel-rank` excludes a local size, start ranks and --headless."""
+    """`--data-parallel-rank` means external LB: forbids `--headless`, forces local size 1."""
     runnable(spec, version)
     for first, argv in lines_of(spec, version).items():
         if spec.data_parallel.size_local == 1:

@@ -39,7 +39,7 @@ def pods_by_slot(spec) -> dict[int, dict[str, int]]:
 def test_no_two_ranks_of_a_node_share_a_device_and_each_has_its_width(spec, version, env_name):
     """A wrong list is a wrong GPU or "invalid device ordinal".
 
-    vllm PR#53743, #54694, #22677, #44556, PR#53037, PR#41164.
+    vllm PR#53743, #54694, #22677, #44556, PR#41164.
     """
     assume(spec.devices.assignment == "Slots")
     world = render.devices_per_rank(spec)

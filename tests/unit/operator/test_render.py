@@ -11,6 +11,7 @@ from hypothesis import given
 
 from dp_operator import render, rules, structural
 from dp_operator.render import Incarnation
+from tests.kinds_of_others import GANGS, KUEUE
 from tests.unit.operator.shapes import specs
 from tests.unit.operator.world import SETTINGS, resource
 
@@ -376,30 +377,36 @@ def test_quantities_are_read_as_bytes(quantity, expected):
     assert render.in_bytes(quantity) == expected
 
 
-# The fields that the two kinds of PodGroup have in their CRDs (scheduling.volcano.sh/v1beta1, scheduling.x-k8s.io/v1alpha1).
-POD_GROUP_FIELDS = {
-    "Volcano": {
-        "minMember": {"type": "integer"},
-        "minTaskMember": {"type": "object"},
-        "minResources": {"type": "object"},
-        "networkTopology": {"type": "object"},
-        "priorityClassName": {"type": "string"},
-        "queue": {"type": "string"},
-    },
-    "Coscheduling": {
-        "minMember": {"type": "integer"},
-        "minResources": {"type": "object"},
-        "scheduleTimeoutSeconds": {"type": "integer"},
-    },
-}
-
-
-@pytest.mark.parametrize("kind", POD_GROUP_FIELDS)
-def test_a_pod_group_fits_its_crd(kind):
-    gang = render.pod_group(incarnation(scheduling={"podGroup": kind}))
+@pytest.mark.parametrize("kind", GANGS)
+def test_a_pod_group_fits_its_crd_and_every_pod_names_it(kind):
+    inc = incarnation(scheduling={"podGroup": kind})
+    gang, other = render.pod_group(inc), GANGS[kind]
     assert gang
-    schema = {"type": "object", "properties": POD_GROUP_FIELDS[kind]}
-    assert list(structural.errors(schema, gang["spec"], "spec")) == []
+    assert (gang["apiVersion"], gang["kind"]) == (f"{other.group}/{other.version}", "PodGroup")
+    assert list(structural.errors(other.spec, gang["spec"], "spec")) == []
+    for metadata in metadata_of_pods(inc):
+        assert metadata[other.part][other.key] == gang["metadata"]["name"]
+
+
+def test_every_pod_has_what_kueue_asks_of_a_pod_group():
+    queue = {"kueue.x-k8s.io/queue-name": "team"}
+    changes: dict[str, Any] = {"scheduling": {"podGroup": "Kueue"}, "template": {"metadata": {"labels": queue}}}
+    inc = incarnation(**changes)
+    pods = metadata_of_pods(inc)
+    for metadata in pods:
+        theirs = {
+            part: {key: value for key, value in metadata[part].items() if key.startswith("kueue.")}
+            for part in ("labels", "annotations")
+        }
+        assert list(structural.errors(KUEUE, theirs, "metadata")) == []
+        assert theirs["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == str(render.pods(inc.cr.spec))
+    assert len({metadata["labels"]["kueue.x-k8s.io/pod-group-name"] for metadata in pods}) == 1
+
+
+def metadata_of_pods(inc: Incarnation) -> list[dict[str, Any]]:
+    """Metadata of the head and of each set of workers."""
+    sets = render.stateful_sets(inc)
+    return [render.head_pod(inc)["metadata"], *(s["spec"]["template"]["metadata"] for s in sets)]
 
 
 def test_kueue_and_none_need_no_object():
