@@ -1,16 +1,22 @@
 """What a log says about why an engine ended. Pure.
 
 The last lines of an engine's log often only say that a worker died and that the root cause is further up, so two parts
-are kept: the first lines that name an error, and the tail. A reason is derived only where the text is unmistakable.
+are kept: the first lines of the errors that the log ends with, and the tail. What an engine has survived explains
+nothing: errors further up count only where the last ones point at them. A reason is derived only where the text is
+unmistakable.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 FIRST_ERROR_MAX = 1024
 TAIL_MAX = 2048
 _ERROR_BLOCK_LINES = 12
+# Errors with no more than this between them are one burst: several processes end at once and write in turn.
+_GAP_LINES = 10
+_NEAR_THE_END_LINES = 200
 
 # Most specific first: an engine that finds no memory for its cache also reports how much of the GPU was free.
 _REASONS = (
@@ -36,8 +42,9 @@ _REASONS = (
     (
         "CollectiveTimeout",
         (
-            r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
-            r"(NCCL|RCCL|HCCL|[Gg]loo|ProcessGroup\w*).{0,200}([Tt]imed? ?out)|[Tt]imed out.{0,80}(all_?reduce|barrier|broadcast)"
+            r"Watchdog caught collective operation timeout|"
+            r"(NCCL|RCCL|HCCL|[Gg]loo|ProcessGroup\w*|collective operation).{0,200}[Tt]imed out|"
+            r"[Tt]imed out.{0,80}(all_?reduce|barrier|broadcast)"
         ),
     ),
     (
@@ -51,13 +58,19 @@ _REASONS = (
 _COMPILED = tuple((reason, re.compile(pattern)) for reason, pattern in _REASONS)
 _TOO_OLD = re.compile(r"^not started: the image has vLLM (\S{1,32}), and ")
 _ERROR = re.compile(
-    r"Traceback \(most recent call last\)|\b(ERROR|CRITICAL|FATAL)\b|\w*(Error|Exception)\b: |\berror: "
+    r"Traceback \(most recent call last\)|\b(ERROR|CRITICAL|FATAL)\b|\w*(Error|Exception)\b: |\berror: |"
+    r"\[[EF]\d{4} "  # as glog writes
 )
+# vLLM puts the process before the level. The launcher, which comes first, also repeats the whole command.
+_HARMLESS = re.compile(r"^(\([^)]*\) *)*(DEBUG|INFO|WARNING|WARN)\b|^launch: | - (DEBUG|INFO|WARNING) - |\[[IW]\d{4} ")
+_POINTS_UP = re.compile(r"root cause|Engine core initialization failed")
+_FRAME = re.compile(r"^(\([^)]*\))?\s{2,}\S")
 
 
 def reason(text: str) -> str:
-    """The cause in one word where the log is clear about it, "" otherwise."""
-    return next((name for name, pattern in _COMPILED if pattern.search(text)), "")
+    """The cause in one word where the errors at the log's end are clear about it, "" otherwise."""
+    errors = "\n".join(line for burst in _last_bursts(text.splitlines()) for line in burst)
+    return next((name for name, pattern in _COMPILED if pattern.search(errors)), "")
 
 
 def version_too_old(text: str) -> str:
@@ -67,23 +80,55 @@ def version_too_old(text: str) -> str:
 
 
 def first_error(text: str) -> str:
-    """The first lines that name an error, at most FIRST_ERROR_MAX characters; "" where none does."""
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if _ERROR.search(line)), None)
-    if start is None:
+    """The first lines of the errors that a log ends with, at most FIRST_ERROR_MAX characters; "" where it has none."""
+    bursts = _last_bursts(text.splitlines())
+    if not bursts:
         return ""
-    if "Traceback" in lines[start]:
-        # The frames say less than the exception below them.
-        end = next((n for n in range(start + 1, len(lines)) if _ends_traceback(lines[n])), start)
-        block = [lines[start], *lines[max(start + 1, end - 4) : end + 3]]
-    else:
+    lines = bursts[0]
+    named = [n for n, line in enumerate(lines) if _ERROR.search(line) or _POINTS_UP.search(line)]
+    start = next((n for n in named if not _POINTS_UP.search(lines[n])), named[0])
+    traceback = next((n for n in range(start, min(start + 3, len(lines))) if "Traceback (most" in lines[n]), None)
+    if traceback is None:
         block = lines[start : start + _ERROR_BLOCK_LINES]
+    else:
+        # The frames say less than the exception below them.
+        end = next((n for n in range(traceback + 1, len(lines)) if _ends_traceback(lines[n])), traceback)
+        block = [*lines[start : traceback + 1], *lines[max(traceback + 1, end - 4) : end + 3]]
     return "\n".join(block)[:FIRST_ERROR_MAX]
+
+
+def _last_bursts(lines: list[str]) -> list[list[str]]:
+    """The errors that a log ends with, and those above that they point at, in the log's order; none if long past."""
+    marked: list[int] = []
+    for n, line in enumerate(lines):
+        if _HARMLESS.search(line):
+            continue
+        frame = bool(marked) and marked[-1] == n - 1 and _FRAME.match(line)
+        if frame or _ERROR.search(line) or _POINTS_UP.search(line):
+            marked.append(n)
+    if not marked or len(lines) - marked[-1] > _NEAR_THE_END_LINES:
+        return []
+    gaps = [(before, after) for before, after in pairwise(marked) if after - before > _GAP_LINES]
+    firsts, lasts = [marked[0], *(after for _, after in gaps)], [*(before for before, _ in gaps), marked[-1]]
+    found: list[list[str]] = []
+    for first, last in zip(reversed(firsts), reversed(lasts), strict=True):
+        # An exception's text may have more lines, which do not look like errors.
+        burst = [line for line in lines[first : last + _GAP_LINES] if not _HARMLESS.search(line)]
+        found.insert(0, burst)
+        if not _only_points_up(burst):
+            break
+    return found
+
+
+def _only_points_up(burst: list[str]) -> bool:
+    """Whether it says that the cause is further up, and names no exception but that."""
+    exceptions = [line for line in burst if _ends_traceback(line)] or [line for line in burst if _ERROR.search(line)]
+    return any(_POINTS_UP.search(line) for line in burst) and all(_POINTS_UP.search(line) for line in exceptions)
 
 
 def _ends_traceback(line: str) -> bool:
     """Whether a line is the exception itself; vLLM puts process name and time before every line."""
-    return re.search(r"(^|\] )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line) is not None
+    return re.search(r"(^|\] |^\([^)]*\) )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line) is not None
 
 
 def tail(text: str) -> str:

@@ -86,11 +86,13 @@ def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after
 
 
 # As vLLM's launcher ends: the traceback of the worker comes first, then so much that the last lines, which the kubelet
-# keeps for a container that fails, are not about the cause any more.
+# keeps for a container that fails, are not about the cause any more. All of it goes to one stream, since a container
+# runtime reads two streams each for itself, and keeps no order between them.
 EXPLAINED = """
 import subprocess, sys, traceback
 if "--headless" not in sys.argv:
     sys.exit(subprocess.call(["vllm", "serve", *sys.argv[1:]]))
+sys.stdout = sys.stderr
 print("INFO loading", flush=True)
 try:
     raise RuntimeError("CUDA " + "out of memory. Tried to allocate 2.00 GiB")  # the launcher logs this program, too

@@ -35,9 +35,16 @@ LAST_WORDS = "RuntimeError: Engine core initialization failed. See root cause ab
             "NoKVCacheMemory",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB", "GPUOutOfMemory"),
-        ("Free memory on device (3/80 GiB) on startup is less than desired GPU memory utilization", "GPUOutOfMemory"),
+        (
+            "ValueError: Free memory on device (3/80 GiB) on startup is less than desired GPU memory utilization",
+            "GPUOutOfMemory",
+        ),
         ("[rank3]:[E1130 ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout", "CollectiveTimeout"),
         ("RuntimeError: [gloo/transport/tcp/pair.cc] Gloo: Timed out waiting 1800000ms for recv", "CollectiveTimeout"),
+        (
+            "RuntimeError: Timed out initializing process group in store based barrier on rank: 0, world size: 4",
+            "CollectiveTimeout",
+        ),
         ("RuntimeError: something else", ""),
     ],
 )
@@ -56,6 +63,62 @@ def test_the_first_error_is_kept_beside_a_tail_that_only_points_at_it():
     assert found.log_tail.endswith(LAST_WORDS)
     assert len(found.log_tail) <= symptoms.TAIL_MAX
     assert len(found.first_error_lines) <= symptoms.FIRST_ERROR_MAX
+
+
+CRASH = """\
+(EngineCore_DP0 pid=70) Traceback (most recent call last):
+(EngineCore_DP0 pid=70)   File "core.py", line 7, in run
+(EngineCore_DP0 pid=70)     step()
+(EngineCore_DP0 pid=70) AssertionError: tokens do not add up
+"""
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        pytest.param(
+            "INFO 11-30 16:00:02 [a.py:1] ProcessGroupNCCL created, timeout=600s\n", id="a setting, just before"
+        ),
+        pytest.param("ProcessGroupNCCL created, timeout=600s\n", id="a setting without a level"),
+        pytest.param("WARNING 11-30 16:00:02 [a.py:1] No space left on device for the cache\n", id="a warning"),
+        pytest.param("OSError: [Errno 28] No space left on device\n" + "INFO noise\n" * 1000, id="survived long ago"),
+        pytest.param("OSError: [Errno 28] No space left on device\n" + "INFO noise\n" * 30, id="survived"),
+        pytest.param(ROOT_CAUSE + "INFO noise\n" * 30, id="a traceback that was survived"),
+    ],
+)
+def test_a_crash_is_not_explained_by_what_the_engine_has_survived(earlier):
+    assert symptoms.reason(earlier + CRASH) == ""
+    assert symptoms.first_error(earlier + CRASH).startswith(CRASH.splitlines()[0])
+
+
+@pytest.mark.parametrize("between", ["", "INFO noise\n" * 100])
+def test_the_errors_of_requests_do_not_hide_the_traceback_that_ended_the_engine(between):
+    """Between the cause and the line that points at it lies what other processes say on their way out."""
+    text = "ERROR 11-30 15:00:00 [serving.py:9] client sent bad request\n" + "INFO noise\n" * 20 + ROOT_CAUSE
+    found = symptoms.first_error(text + between + "Traceback (most recent call last):\n" + LAST_WORDS)
+    assert found.startswith("(EngineCore_DP3 pid=71) ERROR 11-30 16:00:09 [core.py:700] EngineCore failed")
+    assert "CUDA out of memory" in found
+
+
+def test_an_engine_that_goes_without_a_word_has_no_error_from_long_before():
+    text = ROOT_CAUSE + "INFO noise\n" * 300
+    assert (symptoms.reason(text), symptoms.first_error(text)) == ("", "")
+
+
+def test_what_the_launcher_says_before_the_engine_starts_is_no_error():
+    text = (
+        "launch: the monitor does not answer yet (ConnectionRefusedError: [Errno 111] Connection refused)\n"
+        "launch: engine 0.33.0, 1 ranks from 1: python3 -c 'raise OSError(\"No space left on device\")'\n"
+    )
+    assert symptoms.first_error(text) == ""
+    assert symptoms.first_error(text + CRASH).startswith(CRASH.splitlines()[0])
+    assert symptoms.reason(text + CRASH) == ""
+
+
+def test_of_several_processes_that_end_at_once_the_first_error_is_kept():
+    text = ROOT_CAUSE + CRASH
+    assert symptoms.first_error(text).startswith("(EngineCore_DP3 pid=71) ERROR")
+    assert symptoms.reason(text) == "GPUOutOfMemory"
 
 
 def test_a_traceback_is_kept_with_the_exception_and_not_only_its_frames():
