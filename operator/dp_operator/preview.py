@@ -270,7 +270,7 @@ def main(argv: list[str]) -> int:
         try:
             cr = check(raw, version=options.version)
         except Invalid as invalid:
-            print(*(f"{name}: {line}" for line in invalid.lines), sep="\n", file=sys.stderr)
+            print(*(f"{name or '(no name)'}: {line}" for line in invalid.lines), sep="\n", file=sys.stderr)
             status = 1
             continue
         version = versions.known(cr.spec) or versions.NEWEST_KNOWN

@@ -64,6 +64,18 @@ def test_schema_errors_do_not_hide_the_rules_where_the_object_can_be_read(tmp_pa
     assert [line.split(": ")[1] for line in said] == ["spec.engine.prot", "metadata.name", "spec.engine.args"]
 
 
+def test_an_object_without_metadata_is_refused_with_everything_else(tmp_path, capsys):
+    file = tmp_path / "cr.yaml"
+    file.write_text("apiVersion: v1\nkind: DataParallelDeployment\nmetadata: x\nspec: {model: {}}\n")
+    assert preview.main(["-f", str(file)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[:3] == [
+        "(no name): apiVersion: write dataparallel.io/v1alpha1",
+        "(no name): metadata: must be an object with a name",
+        "(no name): spec.engine: is required",
+    ]
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a document."""
     below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
