@@ -133,6 +133,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     monitor_errors: dict[str, str] = {}  # incarnation -> why its monitor could not be asked
     # Revision -> why the API server refuses its pods, "" where it takes them. None: nobody asks it beforehand.
     verdicts: dict[str, str] | None = None
+    unasked: str = ""  # why the API server could not be asked about the newest revision, so far
 
 
 def plan(situation: Situation) -> Plan:
@@ -173,6 +174,7 @@ def plan(situation: Situation) -> Plan:
         revision=revision,
         errors=situation.errors,
         refused=(situation.verdicts or {}).get(revision, ""),
+        unasked=situation.unasked,
         now=now,
     )
     sequences = [*draft.deletes.values(), [draft.repairs], *draft.creates.values()]

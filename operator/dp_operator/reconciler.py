@@ -26,12 +26,12 @@ from dp_operator import api, naming, rules, versions
 from dp_operator.cache import NODE, WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
 from dp_operator.clock import SteadyClock
-from dp_operator.failure import with_log
+from dp_operator.failure import LogWanted, with_log
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
 from dp_operator.observe import Obstacle, Picture, observe
 from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, failure_event, plan
-from dp_operator.queue import Queue
+from dp_operator.queue import FIRST_RETRY_S, LONGEST_RETRY_S, Queue
 from dp_operator.render import Settings
 from dp_operator.status import installed_version, is_progress, with_internal_error
 
@@ -76,6 +76,8 @@ class Reconciler:
         # uid -> (generation, version in the image), what is wrong with its spec
         self._rules: dict[str, tuple[tuple[int, str | None], list[str]]] = {}
         self._verdicts: dict[str, dict[str, str]] = {}  # uid -> revision -> why it is refused, or ""
+        self._asking: dict[str, tuple[str, asyncio.Task[None]]] = {}  # uid -> the revision that is asked about
+        self._unasked: dict[str, str] = {}  # uid -> why the API server could not be asked about that revision
         self._monitors = monitors(self.queue.add)
         # Deadlines are compared with the API server's times, so its clock counts and not that of our node.
         self._clock = clock or SteadyClock(wall=lambda: time.time() + client.server_ahead_s)
@@ -127,11 +129,12 @@ class Reconciler:
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("pod %s/%s lost our label and was not deleted: %s", meta["namespace"], meta["name"], error)
 
-    def _start(self, errand: Coroutine[None, None, None], name: str) -> None:
+    def _start(self, errand: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         """Run something beside the work on keys; it ends with the operator at the latest."""
         task = asyncio.create_task(errand, name=name)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
+        return task
 
     def relisted(self) -> None:
         """Note that a watch began anew: what vanished meanwhile is not told, so compare soon."""
@@ -239,6 +242,9 @@ class Reconciler:
             return
         cr = api.decode(raw)
         self._forgive(uid, cr.metadata.generation)
+        revision = naming.revision(cr.spec)
+        if uid in self._asking and self._asking[uid][0] != revision:
+            self._ask_no_more(uid)
         picture = observe(
             uid,
             self.cache.owned(uid),
@@ -260,12 +266,12 @@ class Reconciler:
                 errors=self._refusals(cr),
                 monitor_errors=self._monitors.errors,
                 verdicts=self._verdicts.get(uid, {}),
+                unasked=self._unasked.get(uid, ""),
             )
         )
         self._follow(key, cr, picture)
         if decided.checks:
-            await self._check(uid, naming.revision(cr.spec), decided.checks)
-            self.queue.add(key)
+            self._ask(uid, revision, decided.checks)
         decided = await self._with_logs(cr, decided)
         unwritten = False
         if decided.status != cr.status:
@@ -284,9 +290,9 @@ class Reconciler:
                 return
         self._prune(uid, {entry.incarnation for entry in decided.status.groups})
         self._live[uid] = {entry.incarnation for entry in decided.status.groups if entry.released_at}
-        # The ledger is written: its events are true whatever becomes of the actions.
-        for event in decided.events:
-            await self._post(raw, event)
+        if decided.events:
+            # The ledger is written: its events are true whatever becomes of the actions. Neither waits for the other.
+            self._start(self._post(raw, decided.events), f"events of {cr.metadata.namespace}/{cr.metadata.name}")
         acted = await self._act(uid, decided)
         self._rounds[uid] = self._rounds.get(uid, 0) + 1 if acted else 0
         if acted:
@@ -315,7 +321,7 @@ class Reconciler:
         self._status_written.pop(uid, None)
         self._held_until.pop(uid, None)
         self._obstacles.pop(uid, None)
-        self._verdicts.pop(uid, None)
+        self._ask_no_more(uid)
         self._rounds.pop(uid, None)
         self._generations.pop(uid, None)
         self._live.pop(uid, None)
@@ -348,12 +354,48 @@ class Reconciler:
                 wanted[entry.incarnation] = head.status.pod_ip
         self._monitors.follow(key, wanted)
 
-    async def _check(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
-        """Ask the API server whether it takes the pods of a new revision."""
-        verdict = await self._refusal(manifests)
-        self._verdicts[uid] = {revision: verdict}
-        if verdict:
-            self._start(self._ask_again(uid, revision, manifests), f"revision {revision} is refused")
+    def _ask(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
+        """Begin to ask the API server whether it takes the pods of a new revision, if nobody is at it yet.
+
+        Beside the work on keys: a webhook that hangs or fails must not hold up the failures of groups that run.
+        """
+        if uid not in self._asking:
+            self._asking[uid] = revision, self._start(self._verdict(uid, revision, manifests), f"ask about {revision}")
+
+    def _ask_no_more(self, uid: str) -> None:
+        """Drop a question, and its answer with it: policies change, so it is put anew if it comes up again."""
+        if uid in self._asking:
+            self._asking.pop(uid)[1].cancel()
+        self._verdicts.pop(uid, None)
+        self._unasked.pop(uid, None)
+
+    async def _verdict(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
+        """Ask until the revision is taken: its refusal may end with a policy, and a failing webhook may be mended."""
+        failures = 0
+        while True:
+            try:
+                verdict = await self._refusal(manifests)
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning("revision %s cannot be asked about: %r", revision, error)
+                if revision not in self._verdicts.get(uid, {}):
+                    self._note_unasked(uid, str(error) or type(error).__name__)
+                at_least_s = error.retry_after_s or 0.0 if isinstance(error, ApiError) else 0.0
+                await asyncio.sleep(max(at_least_s, min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**failures)))
+                failures = min(failures + 1, 20)
+                continue
+            failures = 0
+            self._note_unasked(uid, "")
+            if self._verdicts.get(uid, {}).get(revision) != verdict:
+                self._verdicts[uid] = {revision: verdict}
+                self._later(uid, 0.0)
+            if not verdict:
+                return
+            await asyncio.sleep(STRANGER_RECHECK_S)
+
+    def _note_unasked(self, uid: str, words: str) -> None:
+        if self._unasked.get(uid, "") != words:
+            self._unasked[uid] = words
+            self._later(uid, 0.0)
 
     async def _refusal(self, manifests: list[dict[str, Any]]) -> str:
         """Why the API server refuses one of these; "" where it takes them all, or what it says is not about them."""
@@ -367,30 +409,10 @@ class Reconciler:
                     raise
         return ""
 
-    async def _ask_again(self, uid: str, revision: str, manifests: list[dict[str, Any]]) -> None:
-        """Ask now and then about a refused revision: the policy that is in its way may be changed, or removed."""
-        while self._verdicts.get(uid, {}).get(revision):
-            await asyncio.sleep(STRANGER_RECHECK_S)
-            try:
-                verdict = await self._refusal(manifests)
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError):
-                continue
-            if self._verdicts.get(uid, {}).get(revision) not in (None, verdict):
-                self._verdicts[uid] = {revision: verdict}
-                self._later(uid, 0.0)
-
     async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
         """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
-        for wanted in decided.logs:
-            try:
-                async with asyncio.timeout(LOG_TIMEOUT_S):
-                    text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=wanted.previous)
-                    if not wanted.previous and await self._runs_again(cr.metadata.namespace, wanted.pod):
-                        # The kubelet was faster: that was the log of a launcher that is refused, if of anything.
-                        text = await self._client.log(cr.metadata.namespace, wanted.pod, previous=True)
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.info("%s/%s: no log of %s: %s", cr.metadata.namespace, cr.metadata.name, wanted.pod, error)
-                continue
+        texts = await asyncio.gather(*(self._log(cr, wanted) for wanted in decided.logs))
+        for wanted, text in zip(decided.logs, texts, strict=True):
             explained = with_log(decided.status, wanted, text)
             # The event that tells of the failure tells the better reason, too.
             better = {
@@ -401,6 +423,20 @@ class Reconciler:
             events = [better.get(event, event) for event in decided.events]
             decided = msgspec.structs.replace(decided, status=explained, events=events)
         return decided
+
+    async def _log(self, cr: api.DataParallelDeployment, wanted: LogWanted) -> str:
+        """The log of an engine that ended, "" where it cannot be had in time: the head it may be of still has traffic."""
+        namespace = cr.metadata.namespace
+        try:
+            async with asyncio.timeout(LOG_TIMEOUT_S):
+                text = await self._client.log(namespace, wanted.pod, previous=wanted.previous)
+                if not wanted.previous and await self._runs_again(namespace, wanted.pod):
+                    # The kubelet was faster: that was the log of a launcher that is refused, if of anything.
+                    text = await self._client.log(namespace, wanted.pod, previous=True)
+                return text
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("%s/%s: no log of %s: %s", namespace, cr.metadata.name, wanted.pod, error)
+            return ""
 
     async def _runs_again(self, namespace: str, pod: str) -> bool:
         """Whether the engine of a pod, which had ended, has been started again."""
@@ -583,9 +619,12 @@ class Reconciler:
             raise
         return bool(existing["metadata"]["uid"] == uid)
 
-    async def _post(self, raw: dict[str, Any], event: Event) -> None:
-        """Post an Event; losing one is no reason to stop."""
-        meta = raw["metadata"]
+    async def _post(self, raw: dict[str, Any], events: list[Event]) -> None:
+        """Post Events in their order; losing one is no reason to stop."""
+        for event in events:
+            await self._post_one(raw["metadata"], event)
+
+    async def _post_one(self, meta: dict[str, Any], event: Event) -> None:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         body = {
             "apiVersion": "events.k8s.io/v1",

@@ -41,6 +41,7 @@ def build(
     revision: str,
     errors: list[str],
     refused: str = "",
+    unasked: str = "",
     now: float,
 ) -> Status:
     """Summarise. Every known condition type is set from the first sight on."""
@@ -64,7 +65,7 @@ def build(
         _accepted(errors),
         _available(cr, wanted, serving),
         _ready(cr, wanted, serving, updated, current, errors),
-        _progressing(cr, wanted, updated, entries, held, refused),
+        _progressing(cr, wanted, updated, entries, held, refused, unasked),
         _degraded(current),
         _stalled(cr, current, picture, errors, refused),
         _serving_stalled(cr, current, picture),
@@ -230,6 +231,7 @@ def _progressing(
     entries: list[GroupStatus],
     held: list[GroupStatus],
     refused: str,
+    unasked: str,
 ) -> Condition:
     if refused:
         return _condition("Progressing", False, "RevisionRefused", f"nothing was deleted: {refused}")
@@ -243,6 +245,12 @@ def _progressing(
     if cr.spec.rollout.paused and missing:
         words_paused = f"rollout.paused is true: {missing} of {wanted} groups do not serve the newest revision"
         return _condition("Progressing", False, "RolloutPaused", words_paused)
+    if unasked and missing > 0:
+        words_unasked = (
+            "nothing is deleted for the new revision before the API server was asked whether it takes its pods, and it "
+            f"could not be asked so far: {unasked}"
+        )
+        return _condition("Progressing", True, "RevisionUnchecked", words_unasked)
     busy = [entry for entry in entries if entry.state in ("Starting", "Stopping")]
     if busy:
         names = ", ".join(f"group {entry.index} {entry.state.lower()}" for entry in busy)

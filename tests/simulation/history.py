@@ -381,6 +381,12 @@ def _api_errors(world: World, chance: random.Random) -> None:
     world.weather.errors = [chance.choice((500, 429, 409, 503, 504)) for _ in range(chance.randrange(1, 12))]
 
 
+def _webhook_down(world: World, chance: random.Random) -> None:
+    down_s = chance.choice((2, 20, 90))
+    world.weather.webhook_down_until = world.cluster.now + down_s
+    world.later(down_s, world.cluster.note, "the webhook answers again")
+
+
 def _lost_answers(world: World, chance: random.Random) -> None:
     world.weather.lost_answers = chance.randrange(1, 6)
 
@@ -592,6 +598,7 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "kill operator again": _kill,
     "api down": _api_down,
     "api errors": _api_errors,
+    "webhook down": _webhook_down,
     "lost answers": _lost_answers,
     "watch broken": _watch_broken,
     "watch silent": _watch_silent,

@@ -26,6 +26,7 @@ class Weather:
     def __init__(self) -> None:
         self.down_until = 0.0
         self.errors: list[int] = []  # HTTP codes of the next requests
+        self.webhook_down_until = 0.0  # an admission webhook for pods: what it does not answer for is an error
         self.lost_answers = 0  # writes that succeed and whose answer never comes
         self.kill_at_write: int | None = None  # the process dies right after that many more writes
         self.clock_off_s = 0.0  # how wrong the operator's time of day is
@@ -90,6 +91,8 @@ class FakeClient:
             return await self._request(dict)
 
         def act() -> Object:
+            if kind in ("Pod", "StatefulSet") and self._cluster.now < self._weather.webhook_down_until:
+                raise ApiError(500, "InternalError", 'Internal error occurred: failed calling webhook "pods.policy"')
             if dry_run:
                 self._cluster._admit(manifest)
                 return manifest

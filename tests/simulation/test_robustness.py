@@ -89,6 +89,28 @@ def test_retry_after_is_waited_for():
     play(script)
 
 
+def test_a_webhook_that_fails_while_the_spec_changes_holds_up_no_failed_group():
+    async def script(world: World) -> None:
+        await ready(world)
+        await asyncio.sleep(30)
+        world.weather.webhook_down_until = world.cluster.now + 600
+        before = {uid for uid in world.cluster.by_uid if uid.startswith("Pod-")}
+        world.edit(engine={"image": "vllm/vllm-openai:v0.33.1"})
+        await until(world, lambda: condition(world, "Progressing").reason == "RevisionUnchecked", within_s=10)
+        assert "failed calling webhook" in condition(world, "Progressing").message
+        assert before <= set(world.cluster.by_uid), "nothing is deleted for a revision that nobody has looked at"
+        worker = next(p for p in world.pods() if "-w-" in p["metadata"]["name"])
+        world.cluster._engine_ends(worker["metadata"]["uid"], 137, "OOMKilled", cascade=False)
+        await until(world, lambda: failed(world), within_s=5)
+        head = f"{worker['metadata']['name'].partition('-w-')[0]}-head"
+        await until(world, lambda: head not in {pod["metadata"]["name"] for pod in world.pods()}, within_s=5)
+        world.weather.webhook_down_until = 0.0
+        await ready(world)
+        assert not before & set(world.cluster.by_uid)
+
+    play(script, replicas=2)
+
+
 def test_a_namespace_that_is_terminating_is_said_and_not_hammered():
     async def script(world: World) -> None:
         create = world.cluster.create

@@ -174,6 +174,65 @@ async def test_one_groups_refused_object_does_not_keep_another_groups_dead_head_
     assert f"delete Pod {head['metadata']['name']}" in server.calls
 
 
+def end_heads(server: Server, made: Reconciler) -> list[str]:
+    """The engines of all heads end; returns the deletions that this must bring."""
+    heads = [obj for (kind, _), obj in server.objects.items() if kind == "Pod"]
+    for head in heads:
+        ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2027-01-01T00:00:00Z", "message": "x"}
+        head["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
+        made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(head)})
+    return [f"delete Pod {head['metadata']['name']}" for head in heads]
+
+
+@pytest.mark.parametrize("slow", ["logs", "events", "dry run"])
+async def test_a_dead_head_loses_its_traffic_however_slow_logs_events_and_webhooks_are(
+    server: Server, made: Reconciler, slow: str
+):
+    create, posted = server.create, list[str]()
+
+    async def slowly(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        if (slow == "events" and manifest["kind"] == "Event") or (slow == "dry run" and dry_run):
+            await asyncio.sleep(30)
+        if manifest["kind"] == "Event":
+            posted.append(manifest["reason"])
+        return await create(manifest, dry_run=dry_run)
+
+    async def log(*_: Any, **__: Any) -> str:
+        await asyncio.sleep(30 if slow == "logs" else 0)
+        return ""
+
+    server.create = slowly  # type: ignore[method-assign]
+    server.log = log  # type: ignore[method-assign]
+    show(made, server.resource(replicas=4))
+    await asyncio.sleep(5)
+    if slow == "dry run":
+        show(made, server.resource(replicas=4, generation=2, engine={"image": "vllm/vllm-openai:v0.33.1"}))
+        await asyncio.sleep(5)
+    due = end_heads(server, made)
+    assert len(due) == 4
+    await asyncio.sleep(4.5)
+    assert set(due) <= set(server.calls)
+    await asyncio.sleep(200)
+    assert posted.count("GroupFailed") == 4, "late is not lost"
+
+
+async def test_an_event_is_posted_although_what_follows_it_is_refused(server: Server, made: Reconciler):
+    posted: list[str] = []
+    create = server.create
+
+    async def noted(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        posted.extend([manifest["reason"]] if manifest["kind"] == "Event" else [])
+        return await create(manifest, dry_run=dry_run)
+
+    server.create = noted  # type: ignore[method-assign]
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    server.refuse["delete", "Pod"] = ApiError(403, "Forbidden", "may not delete")
+    end_heads(server, made)
+    await asyncio.sleep(5)
+    assert posted.count("GroupFailed") == 1
+
+
 async def test_an_object_that_lost_our_label_is_found_again_without_a_storm(server: Server, made: Reconciler):
     show(made, server.resource(replicas=0))
     await asyncio.sleep(5)
