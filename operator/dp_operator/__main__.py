@@ -58,19 +58,23 @@ async def run() -> int:
         ready = asyncio.Event()
         lease_name = os.environ.get("LEASE_NAME", "")
         servers = await _serve(reconciler, ready, standby=bool(lease_name))
-        lease = None
+        lease = holding = None
         if lease_name:
             identity = os.environ.get("POD_NAME", socket.gethostname())
             lease = Lease(client, namespace=settings.namespace, name=lease_name, identity=identity)
             if not await _unless_stopped(lease.acquire(), stop):
                 return 0
+            # From here on: the first lists may take longer than others wait for a renewal.
+            holding = asyncio.create_task(lease.hold(), name="lease")
         if not await _first_lists(reconciler, stop):
             return 0
+        if holding and holding.done():
+            holding.result()  # raises Lost before a worker begins
         # kopf cancels what is created after its start when it ends, so ours come before it.
         tasks = [asyncio.create_task(reconciler.work(), name=f"worker {n}") for n in range(WORKERS)]
         tasks.append(asyncio.create_task(reconciler.keep_true(), name="resync"))
-        if lease:
-            tasks.append(asyncio.create_task(lease.hold(), name="lease"))
+        if holding:
+            tasks.append(holding)
         tasks.append(asyncio.create_task(_watch(reconciler, namespaces, stop, ready), name="kopf"))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)

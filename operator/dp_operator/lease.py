@@ -2,13 +2,14 @@
 
 Times are measured on this machine's monotonic clock from when a change of the Lease was *seen*, never compared with
 times another machine wrote. A leader that cannot renew within its own limit stops before anybody else may begin:
-renew_within < lease_duration. Losing the Lease ends the process, because half of a hand-over is worse than a restart.
+renew_within < lease_duration, counted from when the last renewal was *sent*, for it may have counted from then on. Losing the Lease ends the process, because half of a hand-over is worse than a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ class Lease:
         self._identity = identity
         self._seen: tuple[str, str] | None = None  # holder and renewTime as last seen
         self._seen_at = 0.0
+        self._renewed = 0.0  # when the last write that was accepted was sent
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -48,12 +50,11 @@ class Lease:
 
     async def hold(self) -> None:
         """Renew for ever; raises Lost when the renewing has failed for too long or somebody else has taken over."""
-        renewed = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(RETRY_EVERY_S)
-            if await self._guarded(self._renew):
-                renewed = asyncio.get_running_loop().time()
-            elif asyncio.get_running_loop().time() - renewed > RENEW_WITHIN_S:
+            limit = self._renewed + RENEW_WITHIN_S
+            await asyncio.sleep(min(RETRY_EVERY_S, limit - loop.time()))
+            if not await self._guarded(self._renew, until=limit) and loop.time() >= limit:
                 raise Lost(f"the Lease was not renewed for {RENEW_WITHIN_S:.0f} s")
 
     async def release(self) -> None:
@@ -66,10 +67,9 @@ class Lease:
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("the Lease was not released: %s; the next leader waits %.0f s", error, LEASE_DURATION_S)
 
-    async def _guarded(self, attempt: Callable[[], Awaitable[bool]]) -> bool:
+    async def _guarded(self, attempt: Callable[[], Awaitable[bool]], *, until: float = math.inf) -> bool:
         try:
-            # An answer that comes later than this must not count as renewed in time.
-            async with asyncio.timeout(RENEW_WITHIN_S / 2):
+            async with asyncio.timeout_at(min(asyncio.get_running_loop().time() + RENEW_WITHIN_S / 2, until)):
                 return await attempt()
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("lease: %r", error)
@@ -81,7 +81,9 @@ class Lease:
         except ApiError as error:
             if error.status != 404:
                 raise
+            sent = asyncio.get_running_loop().time()
             await self._client.create(self._manifest())
+            self._renewed = sent
             return True
         spec = lease["spec"]
         holder = spec.get("holderIdentity") or ""
@@ -106,7 +108,9 @@ class Lease:
     async def _put(self, lease: dict[str, Any], *, holder: str) -> None:
         # The resourceVersion that was read is the precondition: of two, one gets 409.
         fresh = self._manifest()["spec"] | {"holderIdentity": holder}
+        sent = asyncio.get_running_loop().time()
         await self._client.replace(lease | {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "spec": fresh})
+        self._renewed = sent
 
     def _manifest(self) -> dict[str, Any]:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

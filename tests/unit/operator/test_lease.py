@@ -22,9 +22,14 @@ class OneLease:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.away = False
+        self.silent = False
+        self.answers_after_s = 0.0
+        self.accepted_at = 0.0
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
         self._answer()
+        if self.silent:
+            await asyncio.sleep(3600)
         if self.lease is None:
             raise ApiError(404, "NotFound", f"{kind} {namespace}/{name}")
         return copy.deepcopy(self.lease)
@@ -33,23 +38,25 @@ class OneLease:
         self._answer()
         if self.lease is not None:
             raise ApiError(409, "AlreadyExists", "exists")
-        return self._store(manifest)
+        return await self._store(manifest)
 
     async def replace(self, obj: dict[str, Any]) -> dict[str, Any]:
         self._answer()
         assert self.lease
         if obj["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
             raise ApiError(409, "Conflict", "somebody was faster")
-        return self._store(obj)
+        return await self._store(obj)
 
     def _answer(self) -> None:
         if self.away:
             raise TimeoutError("no answer")
 
-    def _store(self, obj: dict[str, Any]) -> dict[str, Any]:
+    async def _store(self, obj: dict[str, Any]) -> dict[str, Any]:
         self.version += 1
         self.lease = copy.deepcopy(obj)
         self.lease["metadata"]["resourceVersion"] = str(self.version)
+        self.accepted_at = clock()
+        await asyncio.sleep(self.answers_after_s)
         return self.lease
 
 
@@ -92,7 +99,23 @@ async def test_a_leader_that_cannot_renew_stops_before_anybody_else_may_begin():
     started = clock()
     with pytest.raises(Lost, match="not renewed"):
         await leader.hold()
-    assert RENEW_WITHIN_S < clock() - started < LEASE_DURATION_S
+    assert RENEW_WITHIN_S <= clock() - started < LEASE_DURATION_S
+
+
+@pytest.mark.parametrize("renewals", [0, 1])
+async def test_a_leader_stops_in_time_when_the_answer_to_its_last_renewal_came_late(renewals):
+    """Others count from when the API server accepted it; the answer may be seconds younger."""
+    server = OneLease()
+    server.answers_after_s = RENEW_WITHIN_S / 2 - 0.1
+    leader = lease(server, "a")
+    await leader.acquire()
+    holding = asyncio.create_task(leader.hold())
+    await asyncio.sleep(3 * renewals)
+    assert server.version == 1 + renewals, "the renewal is with the API server, its answer is not here yet"
+    server.silent = True
+    with pytest.raises(Lost, match="not renewed"):
+        await holding
+    assert clock() - server.accepted_at <= RENEW_WITHIN_S
 
 
 async def test_a_leader_whose_lease_was_taken_stops_at_once():
