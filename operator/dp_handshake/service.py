@@ -178,12 +178,14 @@ class Service:
                 if self._seen.ready_at is None:
                     continue
                 started = time.monotonic()
+                seen: dict[int, tokens.Counts] = {}
                 for url in tokens.urls(self._plan, self._pod_ip, [m.ip for m in self._roster.arrived.values()]):
                     try:
                         async with session.get(url, ssl=False, allow_redirects=False) as response:
-                            watch.take(tokens.counts(await response.text()), now=time.time())
+                            seen |= tokens.counts(await response.text())
                     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                         log.debug("%s: %s", url, error)
+                watch.take(seen, now=time.time())
                 if watch.stalls != self._seen.stalls:
                     self._seen.stalls = watch.stalls
                     self._dirty = True

@@ -58,11 +58,13 @@ class Watch:
         self.stalls: list[Stall] = []  # by time, the oldest MAX_STALLS
 
     def take(self, seen: dict[int, Counts], *, now: float) -> None:
-        """Take in one look at some ranks."""
+        """Take in one look. Of a rank whose page could not be read nothing is told, until a look shows it again."""
         for rank, (running, tokens) in seen.items():
             if not running:
                 self._since.pop(rank, None)
             elif self._since.get(rank, (None, now))[0] != tokens:
                 self._since[rank] = (tokens, now)
-        found = [Stall(rank=rank, since=since) for rank, (_, since) in self._since.items() if since < now]
+        found = [
+            Stall(rank=rank, since=since) for rank, (_, since) in self._since.items() if rank in seen and since < now
+        ]
         self.stalls = sorted(found, key=lambda stall: (stall.since, stall.rank))[:MAX_STALLS]

@@ -47,6 +47,18 @@ def test_a_rank_stalls_from_its_last_token_on_until_the_next_one_or_until_nobody
     assert watch.stalls == []
 
 
+def test_a_rank_that_cannot_be_looked_at_is_not_said_to_stall_and_its_past_is_not_forgotten() -> None:
+    watch = Watch()
+    for now in (100.0, 110.0):
+        watch.take(counts(busy(range(2), 5)), now=now)
+    watch.take(counts(busy(range(1), 5)), now=120.0)
+    assert [stall.rank for stall in watch.stalls] == [0]
+    watch.take({}, now=130.0)
+    assert watch.stalls == [], "the page of nobody was read"
+    watch.take(counts(busy(range(2), 5)), now=140.0)
+    assert [(stall.rank, stall.since) for stall in watch.stalls] == [(0, 100.0), (1, 100.0)], "not one token came"
+
+
 def test_what_is_told_of_a_large_group_is_bounded() -> None:
     watch = Watch()
     for now in (1.0, 2.0):
