@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from tests.conformance import report
-from tests.conformance.conftest import Run
+from tests.conformance.conftest import SHORTAGE, Run
 from tests.conformance.report import RELEASES, Table
 from tests.conformance.test_command_lines import LINES
 from tests.conformance.test_recorded_verdicts import ENGINE_CASES, HEAD_CASES
@@ -104,6 +105,19 @@ def test_a_whole_run_of_which_something_is_missing_leaves_the_page_as_it_was(
     assert run.end(status) == status
     assert (shortfall or "interrupted") in run.words[0]
     assert path.read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words", "counts"),
+    [("skipped", SHORTAGE, True), ("skipped", "0.11 serves them", False), ("failed", "", True)],
+)
+def test_only_what_was_short_or_failed_is_missing_from_a_run(
+    outcome: Literal["skipped", "failed"], words: str, counts: bool
+) -> None:
+    run = Run()
+    nodeid = "tests/conformance/test_pods.py::test"
+    run.saw(pytest.TestReport(nodeid, ("", 1, ""), {}, outcome, ("", 1, f"Skipped: {words}"), "setup"))
+    assert run.counts == ({outcome: 1} if counts else {})
 
 
 def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(
