@@ -354,6 +354,10 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
     stages: Stages = field(default_factory=Stages)
     waiting_for: Annotated[str, Meta(max_length=1024)] = ""
     restarts: Annotated[int, Meta(ge=0, description="Charged failures in a row.")] = 0
+    served: Annotated[
+        bool,
+        Meta(description="Whether the group has served in this revision, in this incarnation or an earlier one."),
+    ] = False
     next_attempt_at: Time | None = None
     restart_token: Annotated[
         str, Meta(max_length=128, description="Value of the restart annotation this incarnation was made under.")

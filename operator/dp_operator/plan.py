@@ -358,7 +358,7 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
             draft.events.append(
                 Event("Normal", "GroupReady", f"group {entry.index} ({entry.incarnation}): all ranks ready")
             )
-            return replace(entry, state="Serving", ready_at=timestamp(now), waiting_for="")
+            return replace(entry, state="Serving", ready_at=timestamp(now), waiting_for="", served=True)
         waiting = describe(
             entry,
             objects,
@@ -648,13 +648,6 @@ def _room(entries: list[GroupStatus], index: int, wanted: int, *, surge: int, mo
     return mine <= min(surge, 1) and len(holding) + more < wanted + surge
 
 
-def given_up(cr: DataParallelDeployment, entry: GroupStatus, revision: str, token: str) -> bool:
-    """Whether a waiting group is tried again only after a person has changed something."""
-    limit = cr.spec.failure_policy.max_restarts
-    changed = entry.revision != revision or entry.restart_token != token
-    return limit is not None and entry.restarts > limit and not changed
-
-
 def _begin(
     situation: Situation, entries: list[GroupStatus], wanted: int, revision: str, token: str, draft: _Draft
 ) -> list[GroupStatus]:
@@ -666,7 +659,7 @@ def _begin(
             continue
         changed = rollout.outdated(entry, revision, token)
         due = seconds(entry.next_attempt_at) or 0.0
-        if given_up(situation.cr, entry, revision, token):
+        if not changed and rollout.given_up(entry, situation.cr.spec.failure_policy):
             continue
         if due > situation.now and not changed:
             draft.look_again(due)
@@ -681,7 +674,9 @@ def _begin(
                 node_failures={} if changed else entry.node_failures,
                 replaces=entry.replaces,
             )
-            result[place] = new if changed else replace(new, engine_version=entry.engine_version)
+            if not changed:
+                new = replace(new, engine_version=entry.engine_version, served=entry.served)
+            result[place] = new
     taken = {entry.index for entry in result}
     result += [_new_entry(situation, i, revision, token) for i in range(wanted) if i not in taken]
     return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dp_operator.api import GroupStatus, Rollout
+from dp_operator.api import FailurePolicy, GroupStatus, Rollout
 from dp_operator.observe import Picture
 
 _STALLED_FROM = 3  # charged failures in a row of a group whose revision works elsewhere
@@ -68,5 +68,28 @@ def holding_up(entries: list[GroupStatus], picture: Picture, revision: str, toke
         return []
     newest = [entry for entry in entries if not outdated(entry, revision, token)]
     proven = any(available(entry, picture) for entry in newest)
-    least = _STALLED_FROM if proven else 1
+    return _failing(newest, picture, least=_STALLED_FROM if proven else 1)
+
+
+def stuck(
+    entries: list[GroupStatus], picture: Picture, revision: str, token: str, policy: FailurePolicy
+) -> list[GroupStatus]:
+    """Groups that keep the newest revision from serving everywhere, although they are tried again, or are given up.
+
+    Where the revision has not served anywhere, one charged failure is enough, unless another group's first attempt is
+    under way and may yet show that it works. Where it has, a failure is first of all a reason to try again.
+    """
+    newest = [entry for entry in entries if not outdated(entry, revision, token)]
+    proven = any(entry.served or available(entry, picture) for entry in newest)
+    undecided = any(alive(entry) and not entry.restarts for entry in newest)
+    failing = _failing(newest, picture, least=_STALLED_FROM if proven or undecided else 1)
+    return failing + [entry for entry in newest if entry not in failing and given_up(entry, policy)]
+
+
+def given_up(entry: GroupStatus, policy: FailurePolicy) -> bool:
+    """Whether a group of the newest revision is tried again only after a person has changed something."""
+    return entry.state == "Waiting" and policy.max_restarts is not None and entry.restarts > policy.max_restarts
+
+
+def _failing(newest: list[GroupStatus], picture: Picture, *, least: int) -> list[GroupStatus]:
     return [entry for entry in newest if entry.restarts >= least and not available(entry, picture)]

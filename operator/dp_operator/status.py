@@ -61,11 +61,12 @@ def build(
         summary=f"{min(expected, totals[3])}/{expected}",
     )
     held = rollout.holding_up(current, picture, revision, token)
+    stuck = rollout.stuck(current, picture, revision, token, cr.spec.failure_policy)
     conditions = [
         _accepted(errors),
         _available(cr, wanted, serving),
         _ready(cr, wanted, serving, updated, current, errors),
-        _progressing(cr, wanted, updated, entries, held, refused, unasked),
+        _progressing(cr, wanted, updated, entries, held, stuck, refused, unasked),
         _degraded(current),
         _stalled(cr, current, picture, errors, refused),
         _serving_stalled(cr, current, picture),
@@ -230,16 +231,24 @@ def _progressing(
     updated: list[GroupStatus],
     entries: list[GroupStatus],
     held: list[GroupStatus],
+    stuck: list[GroupStatus],
     refused: str,
     unasked: str,
 ) -> Condition:
     if refused:
         return _condition("Progressing", False, "RevisionRefused", f"nothing was deleted: {refused}")
-    if held:
-        words = [f"group {e.index} failed {_times(e.restarts)} in the new revision" for e in held]
-        if held[0].last_failures:
-            words.append(f"last: {held[0].last_failures[0].reason}: {held[0].last_failures[0].message}")
-        words.append("the other groups keep the old revision; correct the spec or roll it back")
+    if held or stuck:
+        bad = held or stuck
+        words = [f"group {e.index} failed {_times(e.restarts)} in the new revision" for e in bad]
+        if bad[0].last_failures:
+            words.append(f"last: {bad[0].last_failures[0].reason}: {bad[0].last_failures[0].message}")
+        if held:
+            words.append("the other groups keep the old revision")
+        if any(rollout.given_up(e, cr.spec.failure_policy) for e in bad):
+            words.append(f"it is not tried again, failurePolicy.maxRestarts is {cr.spec.failure_policy.max_restarts}")
+        elif not held:
+            words.append("it is tried again")
+        words.append("correct the spec or roll it back")
         return _condition("Progressing", False, "RolloutStalled", "; ".join(words))
     missing = wanted - len(_groups(updated))
     if cr.spec.rollout.paused and missing:
@@ -291,13 +300,12 @@ def _stalled(
         words = [f"{kind} {name}: {obstacle.message}" for (kind, name), obstacle in picture.obstacles.items()]
         taken = any(obstacle.reason == "NameTaken" for obstacle in picture.obstacles.values())
         return _condition("Stalled", True, "NameTaken" if taken else "ObjectRefused", "; ".join(words))
-    limit = cr.spec.failure_policy.max_restarts
-    if limit is not None:
-        over = [e for e in current if e.state == "Waiting" and e.restarts > limit]
-        if over:
-            words = [f"group {e.index} failed {_times(e.restarts)}, failurePolicy.maxRestarts is {limit}" for e in over]
-            words.append(f"change the spec, or set annotation {naming.ANNOTATION_RESTART} to a new value")
-            return _condition("Stalled", True, "TooManyRestarts", "; ".join(words))
+    over = [e for e in current if rollout.given_up(e, cr.spec.failure_policy)]
+    if over:
+        limit = cr.spec.failure_policy.max_restarts
+        words = [f"group {e.index} failed {_times(e.restarts)}, failurePolicy.maxRestarts is {limit}" for e in over]
+        words.append(f"change the spec, or set annotation {naming.ANNOTATION_RESTART} to a new value")
+        return _condition("Stalled", True, "TooManyRestarts", "; ".join(words))
     return _condition("Stalled", False, "AsExpected", "no person is needed")
 
 

@@ -405,3 +405,76 @@ def test_groups_that_found_no_capacity_do_not_come_back_in_step():
         world.reconcile()
         delays.add(world.cr.status.groups[0].next_attempt_at)
     assert len(delays) > 3
+
+
+def attempt_fails(world: World, index: int = 0) -> None:
+    """The newest incarnation of a group starts and its head ends; its pods go, and the back-off with them."""
+    broken = world.entry(index).incarnation
+    world.run_pods(broken)
+    world.engine_ends(f"web-{index}-{broken}-head", code=1)
+    world.reconcile()
+    world.kubelets_finish_deleting()
+    world.reconcile()
+
+
+def back_off_ends(world: World) -> None:
+    world.now += 400
+    world.reconcile()
+
+
+@pytest.mark.parametrize("served_before", [False, True])
+def test_a_revision_that_crashes_in_the_only_group_stops_progressing_until_the_spec_is_corrected(served_before):
+    """`kubectl wait --for=condition=Progressing=false` returns when it is done or stuck; it hung for ever."""
+    world = serving(1) if served_before else World()
+    world.change_spec(engine=NEWER)
+    world.reconcile()
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    assert world.condition("Progressing").status == "True"
+    attempt_fails(world)
+    for _ in range(2):
+        stalled = world.condition("Progressing")
+        assert (stalled.status, stalled.reason) == ("False", "RolloutStalled")
+        assert "group 0 failed once in the new revision; last: EngineExited" in stalled.message
+        assert "it is tried again" in stalled.message
+        back_off_ends(world)
+        assert world.entry().state == "Starting"
+    world.change_spec(engine={"image": "vllm/vllm-openai:v0.33.1"})
+    world.reconcile()
+    assert world.condition("Progressing").status == "True"
+    world.kubelets_finish_deleting()
+    world.reconcile()
+    world.make_ready()
+    assert world.condition("Progressing").reason == "RolloutComplete"
+
+
+def test_a_group_that_served_and_failed_once_is_on_its_way_back_and_one_that_fails_on_and_on_is_stuck():
+    world = serving(1)
+    attempt_fails(world)
+    assert world.condition("Progressing").status == "True", "the revision works"
+    back_off_ends(world)
+    attempt_fails(world)
+    assert world.condition("Progressing").status == "True"
+    back_off_ends(world)
+    attempt_fails(world)
+    assert world.condition("Progressing").reason == "RolloutStalled"
+
+
+def test_a_group_that_is_given_up_makes_no_progress():
+    world = serving(1, failurePolicy={"maxRestarts": 0})
+    attempt_fails(world)
+    progressing = world.condition("Progressing")
+    assert (progressing.status, progressing.reason) == ("False", "RolloutStalled")
+    assert "not tried again, failurePolicy.maxRestarts is 0" in progressing.message
+    world.annotate(naming.ANNOTATION_RESTART, "now")
+    world.reconcile()
+    assert world.condition("Progressing").status == "True"
+
+
+def test_a_first_failure_is_no_verdict_on_a_revision_while_another_groups_first_attempt_is_under_way():
+    world = World(replicas=2)
+    world.reconcile()
+    attempt_fails(world, 1)
+    assert world.condition("Progressing").status == "True"
+    attempt_fails(world, 0)
+    assert world.condition("Progressing").reason == "RolloutStalled"
