@@ -351,6 +351,16 @@ class GroupStatus(_Status, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    unready_at: (
+        Annotated[
+            str,
+            Meta(
+                extra_json_schema={"format": "date-time"},
+                description="Since when a pod that serves was seen not to be ready; empty while all are.",
+            ),
+        ]
+        | None
+    ) = None
     stages: Stages = field(default_factory=Stages)
     waiting_for: Annotated[str, Meta(max_length=1024)] = ""
     restarts: Annotated[int, Meta(ge=0, description="Charged failures in a row.")] = 0

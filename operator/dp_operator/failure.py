@@ -70,6 +70,11 @@ def suspected_at(entry: GroupStatus, objects: IncarnationObjects, now: float) ->
     return (entry.suspected_at or timestamp(now)) if _signs(entry, objects) else None
 
 
+def unready_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> str | None:
+    """Since when, by the operator's clock, a pod of a group that serves was seen not to be ready; None while all are."""
+    return (entry.unready_at or timestamp(now)) if entry.state == "Serving" and _unready(objects) else None
+
+
 def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
     """Which log explains a failure; None where no engine of a pod that still exists has ended."""
     pod = next((p for p in objects.pods if p.name == failure.pod), None)
@@ -432,14 +437,13 @@ def _stuck(objects: IncarnationObjects) -> tuple[Pod, str, str] | None:
 
 
 def _unhealthy(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
-    unready: list[tuple[float, Pod]] = []
-    for pod in objects.serving_pods:
-        condition = pod.condition("Ready")
-        if condition is not None and condition.status != "True":
-            unready.append((seconds(condition.last_transition_time) or now, pod))
+    unready = _unready(objects)
     if not unready:
         return Verdict(None)
-    since, first = min(unready, key=lambda item: item[0])
+    # The kubelet's clock tells which of several pods it is; where it says what cannot be, only what was seen counts.
+    seen = seconds(entry.unready_at) or now
+    times = [(at if at is not None and seen <= at <= now else seen, pod) for at, pod in unready]
+    since, first = min(times, key=lambda item: item[0])
     limit = since + spec.failure_policy.unhealthy_seconds
     if now < limit:
         return Verdict(None, limit)
@@ -457,3 +461,9 @@ def _unhealthy(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now:
             message=f"{what} {first.name} has not been ready for {spec.failure_policy.unhealthy_seconds} s",
         )
     )
+
+
+def _unready(objects: IncarnationObjects) -> list[tuple[float | None, Pod]]:
+    """The pods whose API is not ready, with the time since when, as their kubelets have it."""
+    conditions = [(pod.condition("Ready"), pod) for pod in objects.serving_pods]
+    return [(seconds(c.last_transition_time), pod) for c, pod in conditions if c is not None and c.status != "True"]

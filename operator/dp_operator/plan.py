@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from dp_operator import disruption, naming, render, rollout, status, symptoms, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
-from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at
+from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at, unready_at
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, stalled, unready
 
@@ -333,7 +333,7 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
     if snapshot and snapshot.engine_versions:
         # Of several the oldest, which is the one that may lack something.
         entry = replace(entry, engine_version=min(snapshot.engine_versions, key=versions.order)[:32])
-    entry = replace(entry, suspected_at=suspected_at(entry, objects, now))
+    entry = replace(entry, suspected_at=suspected_at(entry, objects, now), unready_at=unready_at(entry, objects, now))
     verdict = judge(spec, entry, objects, situation.picture, now)
     draft.look_again(verdict.look_again_at)
     if verdict.failure:
@@ -455,6 +455,7 @@ def _step_stopping(
         released_at=None,
         ready_at=None,
         suspected_at=None,
+        unready_at=None,
     )
 
 

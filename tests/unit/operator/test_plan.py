@@ -321,6 +321,36 @@ def test_a_head_that_stays_unready_is_replaced_after_unhealthy_seconds():
     assert world.cr.status.groups[0].last_failures[0].reason == "HeadUnhealthy"
 
 
+@pytest.mark.parametrize("wrong_by_s", [-3600, 3600])
+def test_a_head_is_not_replaced_sooner_or_later_because_its_nodes_clock_is_wrong(wrong_by_s):
+    world = World(failurePolicy={"unhealthySeconds": 30})
+    incarnation = world.make_ready()
+    world.now += wrong_by_s
+    world.ready_head(incarnation, ready=False)
+    world.now -= wrong_by_s
+    world.reconcile()
+    world.now += 28
+    world.reconcile()
+    assert not world.entry().last_failures
+    world.now += 3
+    world.reconcile()
+    assert world.cr.status.groups[0].last_failures[0].reason == "HeadUnhealthy"
+
+
+def test_a_head_that_recovers_has_its_whole_patience_again():
+    world = World(failurePolicy={"unhealthySeconds": 30})
+    incarnation = world.make_ready()
+    for _ in range(3):
+        world.ready_head(incarnation, ready=False)
+        world.reconcile()
+        world.now += 20
+        world.reconcile()
+        world.ready_head(incarnation)
+        world.reconcile()
+        world.now += 5
+    assert not world.entry().last_failures
+
+
 @pytest.mark.parametrize(
     ("sign", "reason"),
     [
