@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.bed import Bed
 from tests.cluster.kind import KindCluster
 from tests.e2e.conftest import LateGroup
-from tests.e2e.kube import ENGINE_IMAGE, Cluster, Space, condition, dpd, engine_state, identities, until
+from tests.e2e.kube import ENGINE_IMAGE, Cluster, Film, Space, condition, dpd, engine_state, identities, until
 
 NAMED_WITHIN_S = 5
 GPU = "example.com/gpu-of-e2e"
@@ -139,6 +139,39 @@ def test_a_rank_that_crashes_is_named_with_pod_node_and_exit_code(space: Space) 
     message = condition(status, "Ready")["message"]
     assert "rank 2" in message
     assert f"pod {failure['pod']} on {failure['node']} exited with code 0" in message
+
+
+def test_clients_are_sent_to_nobody_while_the_group_starts(space: Space) -> None:
+    def ready_in(slice_: Any) -> list[str]:
+        return [
+            address
+            for endpoint in slice_["endpoints"] or []
+            if endpoint["conditions"].get("ready", True)  # as the API says: unknown counts as ready
+            for address in endpoint["addresses"]
+        ]
+
+    ours = {"kubernetes.io/service-name": "quiet"}
+    with Film(space, "endpointslices") as film:
+        space.create(dpd("quiet", size=2, faults=["slow-load:ranks=1,seconds=8"]))
+        until(
+            "rank 1 loads",
+            lambda: space.snapshot("quiet")["stages"],
+            lambda seen: seen.get("connected") == "0-1" and seen.get("loaded") == "0",
+            within_s=60,
+        )
+        address = space.head("quiet")["status"]["podIP"]
+        (slice_,) = space.find("endpointslices", "kubernetes.io/service-name=quiet")
+    frames = [frame for frame in film.frames if ours.items() <= frame["metadata"]["labels"].items()]
+    assert frames
+    assert [ready_in(frame) for frame in [*frames, slice_]] == [[]] * (len(frames) + 1)
+    assert address in [address for endpoint in slice_["endpoints"] for address in endpoint["addresses"]]
+    space.until_ready("quiet")
+    until(
+        "the head is sent clients",
+        lambda: space.find("endpointslices", "kubernetes.io/service-name=quiet"),
+        lambda slices: [ready_in(slice_) for slice_ in slices] == [[address]],
+        within_s=10,
+    )
 
 
 def test_ranks_that_do_not_connect_or_do_not_load_are_named_with_their_stage(space: Space) -> None:
