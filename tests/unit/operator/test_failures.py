@@ -210,3 +210,46 @@ def test_a_refusal_of_the_spec_makes_no_objects_and_is_said():
     again.errors = world.errors
     again.reconcile()
     assert again.objects == {}, "nothing is made of an entry that was begun before the refusal"
+
+
+@pytest.mark.parametrize("cause_first", [True, False])
+@pytest.mark.parametrize(
+    ("cause", "named"),
+    [({"code": 137, "reason": "OOMKilled"}, "OutOfMemory"), ({"code": 1}, "EngineExited")],
+    ids=["out of memory", "exit code"],
+)
+def test_the_first_to_fail_is_named_in_whatever_order_the_kubelets_report(cause_first, cause, named):
+    """A worker is killed at t, the head ends for want of it at t + 1, and another node's kubelet may be the faster."""
+    world = World()
+    incarnation = world.make_ready()
+    worker, head = f"web-0-{incarnation}-w-1", f"web-0-{incarnation}-head"
+    began = world.now
+    world.now += 3
+    reports = [(worker, {"at": began, **cause}), (head, {"at": began + 1, "code": 1})]
+    for pod, end in reports if cause_first else reversed(reports):
+        world.engine_ends(pod, **end)
+        world.reconcile()
+        world.now += 1
+    (entry,) = world.cr.status.groups
+    (failure,) = entry.last_failures
+    assert (failure.reason, failure.pod, failure.rank) == (named, worker, 2)
+    assert entry.restarts == 1
+    assert entry.node_failures == {world.pod(worker)["spec"]["nodeName"]: 1}
+    assert entry.next_attempt_at == observe.timestamp(began + 3 + 10)
+    assert sum("CauseCorrected" in line for line in world.log) == (not cause_first)
+
+
+def test_what_ends_after_the_first_deletion_is_not_taken_for_its_cause():
+    world = World()
+    incarnation = world.make_ready()
+    world.now += 3
+    head = f"web-0-{incarnation}-head"
+    world.engine_ends(head, code=1)
+    world.reconcile()
+    deleted_at = observe.seconds(world.pod(head)["metadata"]["deletionTimestamp"]) - 30
+    world.pod(head)["metadata"]["deletionGracePeriodSeconds"] = 30
+    world.engine_ends(f"web-0-{incarnation}-w-1", code=137, reason="OOMKilled", at=deleted_at + 1)
+    world.engine_ends(f"web-0-{incarnation}-w-0", code=134, at=deleted_at + 2)
+    world.now += 50
+    world.reconcile()
+    assert world.cr.status.groups[0].last_failures[0].pod == head
