@@ -63,7 +63,8 @@ _ERROR = re.compile(
 )
 # vLLM puts the process before the level. The launcher, which comes first, also repeats the whole command.
 _HARMLESS = re.compile(r"^(\([^)]*\) *)*(DEBUG|INFO|WARNING|WARN)\b|^launch: | - (DEBUG|INFO|WARNING) - |\[[IW]\d{4} ")
-_POINTS_UP = re.compile(r"root cause|Engine core initialization failed")
+# By words, or because it is how a process ends that others have ended with.
+_POINTS_UP = re.compile(r"root cause|Engine core initialization failed|\b(CancelledError|KeyboardInterrupt)\b")
 _FRAME = re.compile(r"^(\([^)]*\))?\s{2,}\S")
 
 
@@ -121,7 +122,7 @@ def _last_bursts(lines: list[str]) -> list[list[str]]:
 
 
 def _only_points_up(burst: list[str]) -> bool:
-    """Whether it says that the cause is further up, and names no exception but that."""
+    """Whether it only tells that the cause is further up."""
     exceptions = [line for line in burst if _ends_traceback(line)] or [line for line in burst if _ERROR.search(line)]
     return any(_POINTS_UP.search(line) for line in burst) and all(_POINTS_UP.search(line) for line in exceptions)
 

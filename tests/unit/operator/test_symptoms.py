@@ -92,10 +92,11 @@ def test_a_crash_is_not_explained_by_what_the_engine_has_survived(earlier):
 
 
 @pytest.mark.parametrize("between", ["", "INFO noise\n" * 100])
-def test_the_errors_of_requests_do_not_hide_the_traceback_that_ended_the_engine(between):
+@pytest.mark.parametrize("last", [LAST_WORDS, "asyncio.exceptions.CancelledError\n"])
+def test_the_errors_of_requests_do_not_hide_the_traceback_that_ended_the_engine(between, last):
     """Between the cause and the line that points at it lies what other processes say on their way out."""
     text = "ERROR 11-30 15:00:00 [serving.py:9] client sent bad request\n" + "INFO noise\n" * 20 + ROOT_CAUSE
-    found = symptoms.first_error(text + between + "Traceback (most recent call last):\n" + LAST_WORDS)
+    found = symptoms.first_error(text + between + "Traceback (most recent call last):\n" + last)
     assert found.startswith("(EngineCore_DP3 pid=71) ERROR 11-30 16:00:09 [core.py:700] EngineCore failed")
     assert "CUDA out of memory" in found
 
