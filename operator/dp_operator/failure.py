@@ -170,49 +170,6 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
     return None
 
 
-def better_cause(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
-    """An end that explains the failure of a group that is being taken away better than the one that was heard of first.
-
-    The kubelets of different nodes report in any order. What ended after the first deletion may be a consequence of it.
-    """
-    if not entry.last_failures or not entry.last_failures[0].charged:
-        return None
-    known = entry.last_failures[0]
-    if known.incarnation != entry.incarnation:
-        return None
-    asked = [
-        deadline - pod.metadata.deletion_grace_period_seconds
-        for pod in objects.pods
-        if (deadline := seconds(pod.metadata.deletion_timestamp)) is not None
-    ]
-    found: list[_Sign] = []
-    assumed = objects.plan.assumed_version if objects.plan else ""
-    for pod in objects.pods:
-        # A container that ended, and was started again, has ended once more since by the deletion.
-        states = [pod.engine.state.terminated, pod.engine.last_state.terminated] if pod.engine else []
-        for ended in states:
-            at = seconds(ended.finished_at) if ended else None
-            if ended is None or at is None or at >= min(asked, default=float("inf")):
-                continue
-            if not _removal_came_first(pod, ended):
-                klass, failure = _explain_end(pod, ended, entry, now, assumed=assumed)
-                found.append(_Sign(klass, at, _with_rank(failure, objects.first_ranks.get(pod.name))))
-    before = (_class_of(known), seconds(known.time) or now)
-    found = [sign for sign in found if sign.failure.charged and (sign.klass, sign.at) < before]
-    return _first_of(found) if found else None
-
-
-def _class_of(failure: Failure) -> int:
-    """How much a failure in the ledger explains."""
-    if failure.reason == "OutOfMemory":
-        return _OOM
-    if failure.signal:
-        return _SIGNAL
-    if failure.exit_code is None:
-        return _OUTSIDE
-    return _ERROR if failure.exit_code else _CLEAN
-
-
 def _first_of(found: list[_Sign]) -> Failure:
     """The sign that explains most, the earliest of equals; others of the same second are named."""
     found.sort(key=lambda sign: (sign.klass, sign.at, sign.failure.rank if sign.failure.rank is not None else -1))

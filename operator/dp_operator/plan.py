@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from dp_operator import disruption, naming, render, rollout, status, symptoms, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
-from dp_operator.failure import LogWanted, better_cause, judge, log_wanted, suspected_at, unready_at
+from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at, unready_at
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, stalled, unready
 
@@ -431,8 +431,6 @@ def _tally(before: dict[str, int], failure: Failure) -> dict[str, int]:
 def _step_stopping(
     situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, wanted: int, draft: _Draft
 ) -> GroupStatus | None:
-    if objects:
-        entry = _correct_cause(situation, entry, objects, draft)
     if objects and not objects.empty and not _only_stuck(objects, situation, draft):
         return entry
     if entry.index >= wanted:
@@ -458,28 +456,6 @@ def _step_stopping(
         ready_at=None,
         suspected_at=None,
         unready_at=None,
-    )
-
-
-def _correct_cause(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
-    """Put the end that began a failure in the place of a consequence of it that was reported earlier."""
-    found = better_cause(entry, objects, situation.now)
-    if not found:
-        return entry
-    wanted = log_wanted(found, objects)
-    if wanted:
-        draft.logs.append(wanted)
-    known, *older = entry.last_failures
-    rank = f" (rank {found.rank})" if found.rank is not None else ""
-    words = f"group {entry.index}{rank}: {found.reason}: {found.message}; it was reported after what it caused"
-    draft.events.append(Event("Warning", "CauseCorrected", words))
-    tally = entry.node_failures
-    if known.node in tally:
-        tally = {node: count - (node == known.node) for node, count in tally.items()}
-    return replace(
-        entry,
-        last_failures=[found, *older],
-        node_failures=_tally({node: count for node, count in tally.items() if count}, found),
     )
 
 
