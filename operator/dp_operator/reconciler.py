@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0  # at most one status write per object in this time
 PROGRESS_INTERVAL_S = 2.5  # the same, for writes that only tell people how far the ranks are
+# Surely past a moment, whatever rounding does: more than the queue's tick, within which a key counts as due.
+PAST_S = 0.002
 STRANGER_RECHECK_S = 30.0
 GOING_RECHECK_S = 1.0
 QUICK_ROUNDS = 8
@@ -238,7 +240,7 @@ class Reconciler:
         self._followed[key] = uid
         held_s = self._held_until.get(uid, 0.0) - _monotonic()
         if held_s > 0:
-            self.queue.add_after(key, held_s + 0.001)  # surely past it, whatever rounding does
+            self.queue.add_after(key, held_s + PAST_S)
             return
         cr = api.decode(raw)
         self._forgive(uid, cr.metadata.generation)
@@ -279,7 +281,7 @@ class Reconciler:
             age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
             delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
             if delay_s > 0:
-                self.queue.add_after(key, delay_s + 0.001)
+                self.queue.add_after(key, delay_s + PAST_S)
                 if not progress:
                     # Nothing may be done before the ledger is written: what happens meanwhile need not be planned.
                     self._held_until[uid] = _monotonic() + delay_s

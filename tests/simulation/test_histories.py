@@ -74,6 +74,14 @@ FOUND = {
     "a head that had just become ready was deleted as one that does not serve": replace(
         PLAIN, seed=281, replicas=1, surge=1, unavailable=0, faults=(Fault(8.91, "new image", 534202139),)
     ),
+    "a status write that was due in no time at all was waited for at the same moment again and again": replace(
+        PLAIN,
+        seed=4877,
+        replicas=1,
+        size=1,
+        unavailable=2,
+        faults=(Fault(15.11, "recreate", 861576815), Fault(19.06, "engine ends", 308038492)),
+    ),
     "an operator whose clock was ahead when it started took pods that were ending for stuck ones": replace(
         PLAIN,
         seed=1210,
