@@ -521,10 +521,10 @@ class Reconciler:
             log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
             if incarnation in self._live.get(uid, set()):
                 # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group
-                # that was released: before, its launchers look for each other at that address.
+                # that was released: before, its launchers look for each other at that address. Tried again soon at
+                # first: the API server needs a moment to free the address of a Service that was deleted.
                 self._blocked[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
-                self._later(uid, STRANGER_RECHECK_S)
-                return False
+                raise
             if incarnation:
                 self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
             else:

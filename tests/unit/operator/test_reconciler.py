@@ -328,6 +328,24 @@ async def test_a_rpc_service_that_cannot_be_made_again_ends_no_group_that_was_re
     assert "lastFailures" not in server.status()["groups"][0]
 
 
+async def test_a_rpc_service_whose_address_is_freed_a_moment_later_is_back_within_seconds(
+    server: Server, made: Reconciler
+):
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    server.status()["groups"][0]["releasedAt"] = observe.timestamp(time.time())
+    show(made, server.resource())
+    place = next(place for place in server.objects if place[0] == "Service" and place[1].endswith("-rpc"))
+    old = server.objects.pop(place)
+    server.refuse["create", "Service"] = ApiError(422, "Invalid", "provided IP is already allocated")
+    made.seen("Service", {"type": "DELETED", "object": old})
+    await asyncio.sleep(2)
+    assert place not in server.objects
+    server.refuse.clear()
+    await asyncio.sleep(5)
+    assert place in server.objects
+
+
 FORBIDDEN = 'pods "web" is forbidden: violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false'
 QUOTA = 'pods "web" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2'
 
