@@ -433,8 +433,8 @@ def test_ipv6(group: Make, context: Context) -> None:
     ranks = one.ranks(context)
     for rank in ranks:
         rank.hello()
-    assert ranks[0].init() == init_message("::1")
     for rank in ranks:
+        assert rank.init() == init_message("::1")
         rank.ready()
     head.finished()
     assert one.relay.until(ready).stages.ready == "0-2"
