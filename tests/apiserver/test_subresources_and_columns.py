@@ -55,7 +55,7 @@ def test_status_shows_counts_that_are_nought_and_no_empty_texts(dpds):
     status = dpds.get("qwen")["status"]
     assert status["readyReplicas"] == 0
     assert status["ranks"] == {"expected": 8, "arrived": 0, "connected": 0, "loaded": 0, "ready": 6, "summary": "6/8"}
-    assert status["groups"][0] == STATUS["groups"][0] | {"restarts": 0}
+    assert status["groups"][0] == STATUS["groups"][0] | {"restarts": 0, "served": False}
 
 
 def test_two_entries_for_one_incarnation_are_refused(dpds):
