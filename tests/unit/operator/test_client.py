@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from email.utils import formatdate
 from typing import Any
 
@@ -10,6 +12,7 @@ import kopf
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
 
 from dp_operator import client
 from dp_operator.plan import covers
@@ -49,6 +52,17 @@ async def test_a_kind_that_the_cluster_does_not_have_is_called_so(monkeypatch: p
         await server.close()
 
 
+@contextlib.asynccontextmanager
+async def asking(answer: Handler, path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[client.Client]:
+    """A client of a server that answers a GET of this path."""
+    app = web.Application()
+    app.router.add_get(path, answer)
+    async with TestServer(app) as server:
+        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
+        async with client.Client() as api:
+            yield api
+
+
 async def test_how_long_an_overloaded_api_server_wants_to_be_left_alone_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,17 +70,9 @@ async def test_how_long_an_overloaded_api_server_wants_to_be_left_alone_is_read(
         status = {"reason": "TooManyRequests", "message": "too many requests, please try again later"}
         return web.json_response(status, status=429, headers={"Retry-After": "7"})
 
-    app = web.Application()
-    app.router.add_get("/api/v1/pods", refuse)
-    server = TestServer(app)
-    await server.start_server()
-    try:
-        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
-        async with client.Client() as api:
-            with pytest.raises(client.ApiError) as refused:
-                await api.list("Pod")
-    finally:
-        await server.close()
+    async with asking(refuse, "/api/v1/pods", monkeypatch) as api:
+        with pytest.raises(client.ApiError) as refused:
+            await api.list("Pod")
     assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
 
 
@@ -77,20 +83,12 @@ async def test_the_api_servers_clock_is_known_from_its_answers(monkeypatch: pyte
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({}, headers={"Date": formatdate(time.time() + ahead_s, usegmt=True)})
 
-    app = web.Application()
-    app.router.add_get("/version", answer)
-    server = TestServer(app)
-    await server.start_server()
-    try:
-        monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server=str(server.make_url("/"))))
-        async with client.Client() as api:
-            await api.request("GET", "/version")
-            assert api.server_ahead_s == 0.0, "a second more or less is no difference"
-            ahead_s = 600
-            await api.request("GET", "/version")
-            assert api.server_ahead_s == pytest.approx(600, abs=2)
-            ahead_s = -600
-            await api.request("GET", "/version")
-            assert api.server_ahead_s == pytest.approx(-600, abs=2)
-    finally:
-        await server.close()
+    async with asking(answer, "/version", monkeypatch) as api:
+        await api.request("GET", "/version")
+        assert api.server_ahead_s == 0.0, "a second more or less is no difference"
+        ahead_s = 600
+        await api.request("GET", "/version")
+        assert api.server_ahead_s == pytest.approx(600, abs=2)
+        ahead_s = -600
+        await api.request("GET", "/version")
+        assert api.server_ahead_s == pytest.approx(-600, abs=2)
