@@ -518,15 +518,16 @@ class Reconciler:
                 return True  # a PodGroup that an earlier try made: its name has the incarnation's id in it
             if error.status not in (400, 403, 422):
                 raise
-            log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
+            words = f"the API server refuses {kind} {meta['name']}: {error.message}"
             if incarnation in self._live.get(uid, set()):
                 # A repair that fails, such as a Service whose address somebody has by now, is no reason to end a group
                 # that was released: before, its launchers look for each other at that address. Tried again soon at
                 # first: the API server needs a moment to free the address of a Service that was deleted.
-                self._blocked[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
+                self._blocked[incarnation] = words
                 raise
+            log.warning("%s %s/%s was refused: %s", kind, meta["namespace"], meta["name"], error)
             if incarnation:
-                self._refused[incarnation] = f"the API server refuses {kind} {meta['name']}: {error.message}"
+                self._refused[incarnation] = words
             else:
                 refusal = Obstacle("ObjectRefused", f"the API server refuses it: {error.message}")
                 self._obstacles.setdefault(uid, {})[kind, meta["name"]] = refusal
