@@ -2,7 +2,8 @@
 
 What it assumes of Kubernetes was seen on a real one: uids and resourceVersions, 409 on a stale status write or a wrong
 uid, 403 by quota, pods of a deleted StatefulSet that end by the garbage collector, workers that restart in place, pods
-of a lost node that are never confirmed gone, evictions that honour budgets.
+of a lost node that are never confirmed gone, evictions that honour budgets. A container's end is reported by its node's
+kubelet up to about a second later, each node with its own lag, so what is reported first need not have been first.
 
 Objects are never changed in place: a change makes a new dictionary, so that a watcher may keep what it got.
 """
@@ -15,7 +16,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dp_handshake.messages import Local, PodRestarted, RankLost, Snapshot, Stages
 from dp_handshake.ranks import format_ranks
@@ -47,7 +48,17 @@ class Node:
     lost: bool = False
     unschedulable: bool = False
     back_at: float = 0.0
+    report_lag_s: float = 0.0  # from a container's end until its kubelet has reported it
     deferred: list[Callable[[], None]] = field(default_factory=list)  # what its kubelet does when it is back
+
+
+class End(NamedTuple):
+    """What truly became of an engine, whenever it was reported and in whatever order."""
+
+    at: float
+    pod: str
+    exit_code: int
+    reason: str
 
 
 @dataclass
@@ -124,14 +135,21 @@ class Relay:
 class Cluster:
     """The cluster's state and everything in it that acts by itself."""
 
-    def __init__(self, chance: random.Random, nodes: dict[str, int]) -> None:
+    def __init__(
+        self, chance: random.Random, nodes: dict[str, int], report_lags_s: dict[str, float] | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.chance = chance
         self.objects: dict[tuple[str, str], Object] = {}
         self.by_uid: dict[str, tuple[str, str]] = {}
         self.watchers: list[Callable[[str, str, Object], None]] = []
         self.relay_watchers: list[Callable[[Relay], None]] = []
-        self.nodes = {name: Node(name, capacity) for name, capacity in nodes.items()}
+        lags_s = report_lags_s or {}
+        self.nodes = {
+            name: Node(name, capacity, report_lag_s=lags_s.get(name, 0.0)) for name, capacity in nodes.items()
+        }
+        self.ends: dict[str, list[End]] = {}  # incarnation -> engines that ended by themselves, in their true order
+        self._ended: set[str] = set()  # uids of pods whose engine has ended, reported or not
         self.relays: dict[str, Relay] = {}  # head pod uid ->
         self.numbers = itertools.count(1)
         self.addresses = itertools.count(1)
@@ -471,7 +489,7 @@ class Cluster:
 
     def _rank_ready(self, relay: Relay, name: str, uid: str) -> None:
         pod = self.found(uid)
-        if pod is None or not is_running(pod) or self.found(relay.head_uid) is None:
+        if pod is None or not self.runs(pod) or self.found(relay.head_uid) is None:
             return
         relay.connected.add(name)
         relay.ready.add(name)
@@ -494,26 +512,26 @@ class Cluster:
         new = [{"type": kind, "lastTransitionTime": at, **words} for kind, words in conditions.items()]
         return self._change(pod, status={"phase": "Pending", **status, "conditions": kept + new})
 
+    def runs(self, pod: Object) -> bool:
+        """Whether a pod's engine truly runs, in its first life."""
+        return is_running(pod) and pod["metadata"]["uid"] not in self._ended
+
     def _engine_ends(self, uid: str, code: int, reason: str, *, cascade: bool = True, message: str = "x") -> None:
+        """An engine ends now. Its connections close at once; its kubelet reports the end a little later."""
         pod = self.found(uid)
-        if pod is None or not is_running(pod) or self._node_lost(pod):
+        if pod is None or not self.runs(pod) or self._node_lost(pod):
             return
         labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
         self.note(f"engine of {name} ends with {code} {reason}")
         self.charged_faults += 1
-        ended = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": timestamp(self.now)}}
-        ended["terminated"]["message"] = message
-        if labels[naming.LABEL_ROLE] == naming.HEAD:
-            engine = {"name": "engine", "state": ended}
+        self._ended.add(uid)
+        self.ends.setdefault(labels[naming.LABEL_INCARNATION], []).append(End(self.now, name, code, reason))
+        ended = {"exitCode": code, "reason": reason, "finishedAt": timestamp(self.now), "message": message}
+        lag_s = self.nodes[pod["spec"]["nodeName"]].report_lag_s
+        if lag_s:
+            self.loop.call_later(lag_s, self._on_node, pod, lambda u: self._report_end(u, ended))
         else:
-            engine = {
-                "name": "engine",
-                "restartCount": 1,
-                "state": {"running": {"startedAt": timestamp(self.now)}},
-                "lastState": ended,
-            }
-        pod = self._change(pod, status=pod["status"] | {"containerStatuses": [engine]})
-        self._set_ready(pod, ready=False)
+            self._report_end(uid, ended)
         relay = next((r for r in self.relays.values() if name in r.pods), None)
         if relay is None:
             return
@@ -521,20 +539,32 @@ class Cluster:
             relay.lost.append(RankLost(time=self.now, rank=relay.pods[name][0], pod=name, message="connection closed"))
             self._relay_changed(relay)
         if labels[naming.LABEL_ROLE] != naming.HEAD:
-            self.after(1, 2, self._on_node, pod, lambda u: self._check_in(u, relay.plan, f"{u}/again"))
+            self.after(1 + lag_s, 2 + lag_s, self._on_node, pod, lambda u: self._check_in(u, relay.plan, f"{u}/again"))
         if cascade and self.chance.random() < 0.4:
+            soonest_s = 0.1 if lag_s else 1.0
             for member in relay.pods:
                 other = self.objects.get(("Pod", member))
                 if other and member != name:
                     self.loop.call_later(
-                        1 + 3 * self.chance.random(),
+                        soonest_s + 3 * self.chance.random(),
                         lambda u=other["metadata"]["uid"]: self._engine_ends(u, 1, "Error", cascade=False),
                     )
+
+    def _report_end(self, uid: str, ended: dict[str, Any]) -> None:
+        pod = self.found(uid)
+        if pod is None:
+            return
+        state: dict[str, Any] = {"state": {"terminated": ended}}
+        if pod["metadata"]["labels"][naming.LABEL_ROLE] != naming.HEAD and not pod["metadata"].get("deletionTimestamp"):
+            restarted = {"running": {"startedAt": timestamp(self.now)}}
+            state = {"restartCount": 1, "state": restarted, "lastState": state["state"]}
+        pod = self._change(pod, status=pod["status"] | {"containerStatuses": [{"name": "engine", **state}]})
+        self._set_ready(pod, ready=False)
 
     def _end_deletion(self, uid: str) -> None:
         pod = self.found(uid)
         if pod:
-            if self.chance.random() < 0.3 and is_running(pod):
+            if self.chance.random() < 0.3 and self.runs(pod):
                 # The exit code is reported before the object goes.
                 ended = {"exitCode": 143, "reason": "Error", "finishedAt": timestamp(self.now)}
                 engine = {"name": "engine", "state": {"terminated": ended}}
@@ -548,6 +578,7 @@ class Cluster:
         if pod:
             self._drop(pod)
             self._refill(pod)
+            self._ended.discard(uid)
             self.relays.pop(uid, None)
 
     # --- nodes ---------------------------------------------------------------------------------------------------------
@@ -603,7 +634,7 @@ class Cluster:
             if relay.ready_at is not None:
                 for name in relay.pods:
                     pod = self.objects.get(("Pod", name))
-                    if pod and is_running(pod) and not pod["metadata"].get("deletionTimestamp"):
+                    if pod and self.runs(pod) and not pod["metadata"].get("deletionTimestamp"):
                         self._set_ready(pod, ready=True)
             self._relay_changed(relay)
 

@@ -30,7 +30,6 @@ from tests.simulation.cluster import (
     Cluster,
     Object,
     is_ready,
-    is_running,
 )
 from tests.simulation.process import Complaints, Process, Weather
 from tests.simulation.virtual import DeadlockError, FranticError, Loop
@@ -55,6 +54,7 @@ class History:
     unavailable: int | str
     policy: str
     faults: tuple[Fault, ...]
+    report_lag_s: float = 0.0  # of the slowest kubelet, at most; every node has its own
 
     @staticmethod
     def of(seed: int) -> History:
@@ -79,6 +79,7 @@ class History:
             unavailable=unavailable,
             policy=chance.choice(("Managed", "Managed", "Managed", "Open")),
             faults=tuple(faults),
+            report_lag_s=chance.choice((0.0, 0.3, 1.0, 1.2)),
         )
 
 
@@ -96,7 +97,9 @@ class World:
         self.history = history
         self.chance = random.Random(history.seed ^ 0x5EED)
         loads = history.size * (history.replicas + 2)
-        self.cluster = Cluster(self.chance, {f"n{n}": -(-loads // 3) + 1 for n in range(4)})
+        nodes = {f"n{n}": -(-loads // 3) + 1 for n in range(4)}
+        lag = random.Random(history.seed ^ 0x1A6)
+        self.cluster = Cluster(self.chance, nodes, {name: history.report_lag_s * lag.random() for name in nodes})
         self.weather = Weather()
         self.process = Process(self.cluster, self.weather, Watchdog(self), random.Random(history.seed ^ 0xFACE))
         self.spec: dict[str, Any] = {
@@ -413,7 +416,7 @@ def _quota(world: World, chance: random.Random) -> None:
 
 
 def _engine_ends(world: World, chance: random.Random) -> None:
-    pods = [p for p in world.pods() if is_running(p)]
+    pods = [p for p in world.pods() if world.cluster.runs(p)]
     if pods:
         pod = chance.choice(pods)
         world.touch(pod)
@@ -587,7 +590,7 @@ def _unready_head(world: World, chance: random.Random) -> None:
 
         def again() -> None:
             pod = world.cluster.found(uid)
-            if pod and is_running(pod):
+            if pod and world.cluster.runs(pod):
                 world.cluster._set_ready(pod, ready=True)
 
         world.later(chance.choice((3, 60)), again)

@@ -290,3 +290,35 @@ def test_a_second_change_of_a_kept_object_is_applied_although_nobody_touched_it_
         await until(world, lambda: note() == "b", within_s=30)
 
     play(script)
+
+
+def test_an_end_is_reported_when_its_node_gets_to_it_and_not_in_the_order_of_the_ends():
+    """What the choice of the cause is tried with: the first that is heard of may be the last that happened."""
+
+    async def script(world: World) -> None:
+        for node in world.cluster.nodes.values():
+            node.capacity = 1
+        await ready(world)
+        reported: list[str] = []
+
+        def saw(kind: str, event: str, obj: dict[str, Any]) -> None:
+            statuses = obj.get("status", {}).get("containerStatuses") or [{}]
+            ended = "terminated" in statuses[0].get("state", {}) or "lastState" in statuses[0]
+            if kind == "Pod" and ended and obj["metadata"]["name"] not in reported:
+                reported.append(obj["metadata"]["name"])
+
+        world.cluster.watchers.append(saw)
+        first, second = sorted(world.pods(), key=lambda pod: pod["metadata"]["name"])
+        for pod, lag_s in ((first, 0.9), (second, 0.1)):
+            world.cluster.nodes[pod["spec"]["nodeName"]].report_lag_s = lag_s
+        world.cluster._engine_ends(first["metadata"]["uid"], 137, "OOMKilled", cascade=False)
+        await asyncio.sleep(0.3)
+        world.cluster._engine_ends(second["metadata"]["uid"], 1, "Error", cascade=False)
+        await asyncio.sleep(2)
+        names = [first["metadata"]["name"], second["metadata"]["name"]]
+        (ends,) = world.cluster.ends.values()
+        assert [end.pod for end in ends] == names
+        assert reported == names[::-1]
+        await ready(world)
+
+    play(script)
