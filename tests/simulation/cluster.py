@@ -149,6 +149,9 @@ class Cluster:
             name: Node(name, capacity, report_lag_s=lags_s.get(name, 0.0)) for name, capacity in nodes.items()
         }
         self.ends: dict[str, list[End]] = {}  # incarnation -> engines that ended by themselves, in their true order
+        # Incarnations that truly lost something that they cannot serve without, by whomever: only these may fail.
+        self.injured: set[str] = set()
+        self._lost_kinds: dict[str, set[str]] = {}  # incarnation -> kinds of objects that it can lose one of
         self._ended: set[str] = set()  # uids of pods whose engine has ended, reported or not
         self.relays: dict[str, Relay] = {}  # head pod uid ->
         self.numbers = itertools.count(1)
@@ -199,8 +202,29 @@ class Cluster:
         for watcher in self.watchers:
             watcher(kind, event, obj)
 
+    def _injure(self, obj: Object) -> None:
+        self.injured.add(obj["metadata"]["labels"].get(naming.LABEL_INCARNATION, ""))
+
+    def _lose(self, obj: Object) -> None:
+        """Note what an object's end means for its group."""
+        kind, incarnation = obj["kind"], (obj["metadata"].get("labels") or {}).get(naming.LABEL_INCARNATION)
+        if not incarnation:
+            return
+        if kind in ("Pod", "StatefulSet"):
+            self.injured.add(incarnation)
+        elif kind in ("ConfigMap", "Service"):
+            # Either can be made again from the other; and what does not run yet waits for its ConfigMap.
+            lost = self._lost_kinds.setdefault(incarnation, set())
+            lost.add(kind)
+            cr = self.objects.get((KIND, "web"))
+            groups = (cr or {}).get("status", {}).get("groups", [])
+            serving = any(g["incarnation"] == incarnation and g.get("state") == "Serving" for g in groups)
+            if len(lost) == 2 or (kind == "ConfigMap" and not serving):
+                self.injured.add(incarnation)
+
     def _drop(self, obj: Object) -> None:
         kind, meta = obj["kind"], obj["metadata"]
+        self._lose(obj)
         del self.objects[kind, meta["name"]]
         del self.by_uid[meta["uid"]]
         self._tell(kind, "DELETED", obj | {"metadata": meta | {"resourceVersion": str(next(self.numbers))}})
@@ -283,6 +307,7 @@ class Cluster:
             return {"kind": "Status"}
         if obj["metadata"].get("deletionTimestamp"):
             return obj
+        self._injure(obj)
         meta = obj["metadata"] | {
             "deletionTimestamp": timestamp(self.now + GRACE_S),
             "deletionGracePeriodSeconds": GRACE_S,
@@ -525,6 +550,7 @@ class Cluster:
         self.note(f"engine of {name} ends with {code} {reason}")
         self.charged_faults += 1
         self._ended.add(uid)
+        self._injure(pod)
         self.ends.setdefault(labels[naming.LABEL_INCARNATION], []).append(End(self.now, name, code, reason))
         ended = {"exitCode": code, "reason": reason, "finishedAt": timestamp(self.now), "message": message}
         lag_s = self.nodes[pod["spec"]["nodeName"]].report_lag_s
@@ -603,6 +629,9 @@ class Cluster:
     def lose(self, node: Node) -> None:
         """The node is cut off; what runs on it goes on, unseen."""
         node.lost = True
+        for pod in self.all("Pod"):
+            if pod["spec"].get("nodeName") == node.name:
+                self._injure(pod)
         self.loop.call_later(NODE_GRACE_S, self._notice_loss, node)
         self.loop.call_later(NODE_GRACE_S + TAINT_EVICTION_S, self._evict_by_taint, node)
         for relay in self.relays.values():

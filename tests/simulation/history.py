@@ -7,6 +7,7 @@ shrunk by leaving out one fault after the other (`shrunk`), and replays exactly:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -120,7 +121,6 @@ class World:
         }
         self.annotations: dict[str, str] = {}
         self.last_fault_ends = 0.0
-        self.touched: set[str] = set()  # incarnations that a fault has hit
         self.generation = 0
 
     # --- the user ------------------------------------------------------------------------------------------------------
@@ -168,14 +168,6 @@ class World:
 
     def pods(self) -> list[Object]:
         return [p for p in self.cluster.all("Pod") if not p["metadata"].get("deletionTimestamp")]
-
-    def touch(self, obj: Object) -> None:
-        self.touched.add(obj["metadata"]["labels"].get(naming.LABEL_INCARNATION, ""))
-
-    def touch_node(self, name: str) -> None:
-        for pod in self.cluster.all("Pod"):
-            if pod["spec"].get("nodeName") == name:
-                self.touch(pod)
 
     # --- rest ----------------------------------------------------------------------------------------------------------
     def unrest(self) -> str:
@@ -278,12 +270,7 @@ class Watchdog:
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
             raise BrokenError(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
-        if (
-            obj["kind"] == "Pod"
-            and is_ready(obj)
-            and self._served.get(incarnation)
-            and incarnation not in self._world.touched
-        ):
+        if obj["kind"] == "Pod" and is_ready(obj) and self._served.get(incarnation):
             self._budget(process, obj)
 
     def before_apply(self, process: Process, manifest: Object) -> None:
@@ -312,6 +299,15 @@ class Watchdog:
                 heads = self._serving(process, {naming.LABEL_UID: obj["metadata"]["uid"]})
                 ours = [h for h in heads if h["metadata"]["labels"][naming.LABEL_INCARNATION] == name]
                 self._served[name] = wanted and bool(ours)
+                failure = next(iter(group.get("lastFailures", [])), None)
+                if failure and failure.get("incarnation") == name:
+                    self._failed(name, failure)
+
+    def _failed(self, incarnation: str, failure: dict[str, Any]) -> None:
+        """A group that serves may fail only if something truly happened to it; then no budget can keep it."""
+        if self._served[incarnation] and incarnation not in self._world.cluster.injured:
+            raise BrokenError(f"{incarnation} serves, nothing happened to it, and it is ended for {failure}")
+        self._served[incarnation] = False
 
     @staticmethod
     def _serving(process: Process, labels: dict[str, str]) -> list[Object]:
@@ -325,16 +321,9 @@ class Watchdog:
     def _budget(self, process: Process, obj: Object, exposed: AbstractSet[str] = frozenset()) -> None:
         """A healthy serving group may go only if enough others serve that stay, as far as the operator can know."""
         labels = obj["metadata"]["labels"]
-        uid = labels[naming.LABEL_UID]
         spec = self._seen_spec(process)
-        entry = self._ledger(uid).get(labels[naming.LABEL_INCARNATION]) or {}
         if spec.suspend or int(labels[naming.LABEL_GROUP]) >= spec.replicas:
             return
-        if (
-            entry.get("lastFailures")
-            and entry["lastFailures"][0].get("incarnation") == labels[naming.LABEL_INCARNATION]
-        ):
-            return  # it failed by itself: engine ends are faults too
         others = {
             its[naming.LABEL_GROUP]
             for its in (head["metadata"]["labels"] for head in self._serving(process, labels))
@@ -419,7 +408,6 @@ def _engine_ends(world: World, chance: random.Random) -> None:
     pods = [p for p in world.pods() if world.cluster.runs(p)]
     if pods:
         pod = chance.choice(pods)
-        world.touch(pod)
         code, reason = chance.choice(
             ((1, "Error"), (0, "Completed"), (137, "OOMKilled"), (139, "Error"), (143, "Error"))
         )
@@ -430,7 +418,6 @@ def _pod_deleted(world: World, chance: random.Random) -> None:
     pods = world.pods()
     if pods:
         pod = chance.choice(pods)
-        world.touch(pod)
         world.cluster.note(f"somebody deletes pod {pod['metadata']['name']}")
         world.cluster.delete("Pod", pod["metadata"]["name"], pod["metadata"]["uid"])
 
@@ -440,7 +427,6 @@ def _child_deleted(world: World, chance: random.Random) -> None:
     children = [o for kind in kinds for o in world.cluster.all(kind)]
     if children:
         child = chance.choice(children)
-        world.touch(child)
         world.cluster.note(f"somebody deletes {child['kind']} {child['metadata']['name']}")
         world.cluster.delete(child["kind"], child["metadata"]["name"], child["metadata"]["uid"])
 
@@ -466,12 +452,10 @@ def _node_lost(world: World, chance: random.Random) -> None:
     if node is None or sum(n.lost for n in world.cluster.nodes.values()) >= 1:
         return
     world.cluster.note(f"node {node.name} is lost")
-    world.touch_node(node.name)
     world.cluster.lose(node)
 
     def heal() -> None:
         world.cluster.note(f"node {node.name} is back")
-        world.touch_node(node.name)
         world.cluster.heal(node)
 
     world.later(chance.choice((1, 10, 60, 300)), heal)
@@ -498,11 +482,8 @@ def _drain(world: World, chance: random.Random) -> None:
             world.cluster.cordon(node, unschedulable=False)
             return
         for pod in pods:
-            try:
+            with contextlib.suppress(ApiError):
                 world.cluster.evict(pod["metadata"]["name"])
-                world.touch(pod)
-            except ApiError:
-                pass
         world.cluster.loop.call_later(5, turn)
 
     turn()
@@ -583,7 +564,7 @@ def _unready_head(world: World, chance: random.Random) -> None:
     heads = [p for p in world.pods() if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD and is_ready(p)]
     if heads:
         head = chance.choice(heads)
-        world.touch(head)
+        world.cluster._injure(head)  # however short, because the operator may not hear of its end
         uid = head["metadata"]["uid"]
         world.cluster.note(f"head {head['metadata']['name']} is unready")
         world.cluster._set_ready(head, ready=False)

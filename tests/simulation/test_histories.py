@@ -13,6 +13,9 @@ from dataclasses import replace
 
 import pytest
 
+from dp_operator import api, plan
+from dp_operator.failure import Verdict
+from dp_operator.observe import timestamp
 from tests.simulation.history import FAULTS, Fault, History, Outcome, run, shrunk
 
 COUNT = int(os.environ.get("SIMULATION_HISTORIES", "300"))
@@ -145,6 +148,40 @@ def test_the_operator_killed_after_any_single_write_of_a_start_ends_in_the_same_
         outcome = run(replace(start, faults=(Fault(at=0.0, kind="kill", pick=write),)))
         assert not outcome.wrong, report(outcome)
         assert any("operator dies" in line for line in outcome.trace)
+
+
+def ends_what_lost_its_service(monkeypatch):
+    judge = plan.judge
+
+    def strict(spec, entry, objects, picture, now):
+        if objects.rpc_service is None:
+            failure = api.Failure(
+                reason="MemberDeleted", time=timestamp(now), charged=False, incarnation=entry.incarnation, message=""
+            )
+            return Verdict(failure)
+        return judge(spec, entry, objects, picture, now)
+
+    monkeypatch.setattr(plan, "judge", strict)
+
+
+# What is wrong with the operator -> who breaks it so, the fault that shows it, and the words in which it is found.
+BREAKAGES = {
+    "a group that serves is ended because its Service was deleted": (
+        ends_what_lost_its_service,
+        Fault(40.0, "child deleted", 0),
+        "nothing happened to it, and it is ended",
+    ),
+}
+
+
+@pytest.mark.parametrize(("breaks", "fault", "words"), BREAKAGES.values(), ids=BREAKAGES)
+def test_an_operator_that_is_broken_is_found_out(monkeypatch, breaks, fault, words):
+    """The invariants are worth something only if they fail: some fault of the kind must show each breakage."""
+    breaks(monkeypatch)
+    found = [
+        run(replace(PLAIN, faults=(fault._replace(pick=pick),))).wrong for pick in range(fault.pick, fault.pick + 12)
+    ]
+    assert any(words in wrong for wrong in found), found
 
 
 def test_an_invariant_that_is_broken_is_found_and_shrunk_to_the_fault_that_breaks_it(monkeypatch):
