@@ -388,6 +388,22 @@ def _watch_broken(world: World, chance: random.Random) -> None:
     world.process.break_watch(kind, until=world.cluster.now + chance.choice((1, 10, 40)))
 
 
+def _watch_late(world: World, chance: random.Random) -> None:
+    kind = chance.choice((KIND, "Pod", "StatefulSet", "Service", "ConfigMap"))
+    world.weather.late[kind] = world.cluster.now + chance.choice((5, 30, 70))
+
+
+def _lists_expire(world: World, chance: random.Random) -> None:
+    """A large cluster or a busy etcd: lists come in pages, and the next page may be asked for too late."""
+    world.weather.page = chance.randrange(1, 4)
+    world.weather.expiring_lists = chance.randrange(1, 5)
+    world.later(100, setattr, world.weather, "page", 0)
+    if chance.random() < 0.5:
+        world.process.die(restart_after_s=chance.choice((0.5, 5.0)))
+    else:
+        _watch_broken(world, chance)
+
+
 def _watch_silent(world: World, chance: random.Random) -> None:
     kind = chance.choice((KIND, "Pod", "StatefulSet", "Service", "ConfigMap"))
     world.weather.deaf[kind] = world.cluster.now + chance.choice((5, 30, 70))
@@ -585,7 +601,9 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "webhook down": _webhook_down,
     "lost answers": _lost_answers,
     "watch broken": _watch_broken,
+    "watch late": _watch_late,
     "watch silent": _watch_silent,
+    "lists expire": _lists_expire,
     "clock step": _clock_step,
     "quota": _quota,
     "engine ends": _engine_ends,

@@ -11,13 +11,14 @@ from typing import Any
 from dp_handshake.messages import Snapshot
 from dp_operator import naming, reconciler
 from dp_operator.api import KIND
-from dp_operator.client import ApiError
+from dp_operator.client import ApiError, Client, path
 from dp_operator.clock import SteadyClock
 from dp_operator.render import Settings
 from tests.simulation.cluster import Cluster, Object, Relay
 
 SETTINGS = Settings(relay_image="relay:1")
 WORKERS = 2
+_KINDS = {path(kind): kind for kind in (KIND, *reconciler.WATCHED, "Node")}
 
 
 class Weather:
@@ -31,7 +32,11 @@ class Weather:
         self.kill_at_write: int | None = None  # the process dies right after that many more writes
         self.clock_off_s = 0.0  # how wrong the operator's time of day is
         self.deaf: dict[str, float] = {}  # kind -> until when its watch is silent
-        self.broken: dict[str, float] = {}  # kind -> until when its watch is broken; then everything is listed anew
+        # kind -> until when its watch is broken. Then its resourceVersion is too old (410), and all is listed anew.
+        self.broken: dict[str, float] = {}
+        self.late: dict[str, float] = {}  # kind -> until when its watch is broken; it goes on where it was
+        self.page = 0  # objects in a page of a list; 0 is all
+        self.expiring_lists = 0  # so many continue tokens are too old (410) when they come back
 
 
 class FakeClient:
@@ -42,6 +47,7 @@ class FakeClient:
         self._cluster = process.cluster
         self._weather = process.weather
         self.server_ahead_s = 0.0
+        self._pages: dict[str, list[Object]] = {}  # continue token -> what is left
 
     async def _request(self, act: Callable[[], Any], *, write: bool = True) -> Any:
         chance = self._process.chance
@@ -69,15 +75,28 @@ class FakeClient:
         self.server_ahead_s = -weather.clock_off_s
         return answer
 
-    async def list(self, kind: str, *, selector: str = "", namespace: str = "") -> list[Object]:
-        managed = bool(selector)
+    list = Client.list  # its paging is tried here, too
 
-        def act() -> list[Object]:
-            return [
+    async def request(self, _: str, where: str, *, params: dict[str, str]) -> Object:
+        """One page of a list. All pages are of the moment of the first one."""
+
+        def act() -> Object:
+            token = params.get("continue", "")
+            if token and self._weather.expiring_lists:
+                self._weather.expiring_lists -= 1
+                raise ApiError(410, "Expired", "The provided continue parameter is too old")
+            managed = "labelSelector" in params
+            listed = self._pages.pop(token, None) or [
                 obj
-                for obj in self._cluster.all(kind)
+                for obj in self._cluster.all(_KINDS[where])
                 if not managed or naming.LABEL_MANAGED_BY in obj["metadata"].get("labels", {})
             ]
+            size = self._weather.page
+            if not size or len(listed) <= size:
+                return {"items": listed, "metadata": {}}
+            token = f"{where}-{len(listed)}"
+            self._pages[token] = listed[size:]
+            return {"items": listed[:size], "metadata": {"continue": token}}
 
         return await self._request(act, write=False)
 
@@ -284,7 +303,10 @@ class Process:
             self.cluster.after(0.02, self._lag_s, self._deliver, kind, self.reconciler)
 
     def _deliver(self, kind: str, to: reconciler.Reconciler) -> None:
-        if to is self.reconciler and self.alive:
+        late_s = self.weather.late.get(kind, 0.0) - self.cluster.now
+        if late_s > 0:
+            self.cluster.loop.call_later(late_s, self._deliver, kind, to)
+        elif to is self.reconciler and self.alive:
             inbox, self._inbox[kind] = self._inbox.get(kind, []), []
             for event, obj in inbox:
                 to.seen(kind, {"type": event, "object": obj})
@@ -294,6 +316,7 @@ class Process:
         self.cluster.loop.call_later(until - self.cluster.now + 0.01, self._relist, kind)
 
     def _relist(self, kind: str) -> None:
+        self.weather.late.pop(kind, None)
         if self.reconciler and self.alive and self._listening:
             for obj in self.cluster.all(kind):
                 if kind in (KIND, "Node") or naming.LABEL_MANAGED_BY in obj["metadata"]["labels"]:

@@ -14,9 +14,11 @@ from dataclasses import replace
 import pytest
 
 from dp_operator import api, plan
+from dp_operator.client import ApiError, Client
 from dp_operator.failure import Verdict
 from dp_operator.observe import timestamp
 from tests.simulation.history import FAULTS, Fault, History, Outcome, run, shrunk
+from tests.simulation.process import FakeClient
 
 COUNT = int(os.environ.get("SIMULATION_HISTORIES", "300"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
@@ -164,12 +166,29 @@ def ends_what_lost_its_service(monkeypatch):
     monkeypatch.setattr(plan, "judge", strict)
 
 
+def takes_half_a_list_for_the_whole(monkeypatch):
+    async def hasty(client, kind, *, selector="", namespace=""):
+        try:
+            return await Client.list(client, kind, selector=selector, namespace=namespace)
+        except ApiError as error:
+            if error.status != 410:
+                raise
+            return []
+
+    monkeypatch.setattr(FakeClient, "list", hasty)
+
+
 # What is wrong with the operator -> who breaks it so, the fault that shows it, and the words in which it is found.
 BREAKAGES = {
     "a group that serves is ended because its Service was deleted": (
         ends_what_lost_its_service,
         Fault(40.0, "child deleted", 0),
         "nothing happened to it, and it is ended",
+    ),
+    "what was read of a list whose continue token expired is taken for all there is": (
+        takes_half_a_list_for_the_whole,
+        Fault(40.0, "lists expire", 0),
+        "incarnations of group",
     ),
 }
 
