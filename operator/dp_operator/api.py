@@ -306,6 +306,16 @@ class Failure(_Status, frozen=True, kw_only=True):
 
     reason: Annotated[str, Meta(max_length=64)]
     time: Time
+    noticed_at: (
+        Annotated[
+            str,
+            Meta(
+                extra_json_schema={"format": "date-time"},
+                description="When it was written down, before anything of the group was deleted.",
+            ),
+        ]
+        | None
+    ) = None
     charged: bool = True
     incarnation: Annotated[str, Meta(max_length=16)] = ""
     rank: int | None = None

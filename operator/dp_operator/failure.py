@@ -5,6 +5,11 @@ member is gone condemns the incarnation. Signs differ in how much they say; the 
 out of memory, signal, non-zero exit; then node loss, eviction and deletion from outside; then exit code 0. An end that
 follows a deletion is part of it. Of equals the earliest is kept; container times have one second's resolution, so ends
 of the same second are named as a tie.
+
+Exit codes say little about who was first: a headless vLLM always ends with 0, a head with several API servers always
+with 1, whoever began it. So where an engine's log only tells of another process's end, another one that ended is taken
+whose log tells more. And kubelets report in any order, so an end from before our first deletion may still take the
+place of one that was reported earlier.
 """
 
 from __future__ import annotations
@@ -21,6 +26,11 @@ from dp_operator.observe import IncarnationObjects, Picture, Pod, Terminated, se
 # The relay hears the end of a rank's connection up to a second before the kubelet reports the exit code, and
 # only the latter says why. Wait this long for it.
 CAUSE_WAIT_S = 3.0
+# Kubelets look at their containers every second. An end that is reported later than this after the first one is no news
+# about how it began; the clocks of nodes are not that exact either.
+CORRECTED_WITHIN_S = 5.0
+# So many logs of others that ended are read to find out who was first.
+_LOGS_OF_OTHERS = 3
 # Containers that are on their way, not stuck.
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing", "")
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -35,6 +45,7 @@ class Verdict(NamedTuple):
 
     failure: Failure | None
     look_again_at: float | None = None
+    others: tuple[Failure, ...] = ()  # further engines that ended, of which exit codes alone do not say who was first
 
 
 class LogWanted(NamedTuple):
@@ -43,13 +54,14 @@ class LogWanted(NamedTuple):
     incarnation: str
     pod: str
     previous: bool  # the container was started again in the same pod
+    instead: Failure | None = None  # takes the place of the failure that is known, if the logs say so
 
 
 def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
     """Judge one incarnation whose objects have all been created."""
     ended = _first_end(entry, objects, picture, now)
-    if ended:
-        return Verdict(ended)
+    if ended.failure:
+        return ended
     heard = _from_relay(entry, objects, now)
     if heard.failure:
         return heard
@@ -75,26 +87,111 @@ def unready_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> s
     return (entry.unready_at or timestamp(now)) if entry.state == "Serving" and _unready(objects) else None
 
 
-def log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
-    """Which log explains a failure; None where no engine of a pod that still exists has ended."""
+def logs_wanted(verdict: Verdict, objects: IncarnationObjects) -> list[LogWanted]:
+    """Which logs explain a failure; none where no engine of a pod that still exists has ended."""
+    if verdict.failure is None:
+        return []
+    own = _log_wanted(verdict.failure, objects)
+    others = [_log_wanted(other, objects) for other in verdict.others[:_LOGS_OF_OTHERS]]
+    return [
+        *([own] if own else []),
+        *(wanted._replace(instead=other) for wanted, other in zip(others, verdict.others, strict=False) if wanted),
+    ]
+
+
+def _log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
     pod = next((p for p in objects.pods if p.name == failure.pod), None)
     engine = pod.engine if pod else None
     if not failure.charged or pod is None or engine is None or _engine_end(pod) is None:
         return None
-    return LogWanted(failure.incarnation, failure.pod, previous=engine.state.terminated is None)
+    return LogWanted(failure.incarnation, failure.pod, previous=engine.last_state.terminated is not None)
 
 
-def with_log(status: Status, wanted: LogWanted, text: str) -> Status:
-    """The status with what a log adds to the failure that it was read for."""
+def with_logs(status: Status, read: list[tuple[LogWanted, str]]) -> Status:
+    """The status with what logs say about the failures that they were read for, and about who was first."""
     groups = [
-        msgspec.structs.replace(
-            group, last_failures=[explained(group.last_failures[0], text), *group.last_failures[1:]]
-        )
-        if group.incarnation == wanted.incarnation and group.last_failures
-        else group
+        _with_logs(group, [(wanted, text) for wanted, text in read if wanted.incarnation == group.incarnation])
         for group in status.groups
     ]
     return msgspec.structs.replace(status, groups=groups)
+
+
+def _with_logs(group: GroupStatus, read: list[tuple[LogWanted, str]]) -> GroupStatus:
+    if not read or not group.last_failures:
+        return group
+    known, *older = group.last_failures
+    found = msgspec.structs.replace(_told_by_logs(known, read), noticed_at=known.noticed_at)
+    tally = recounted(group.node_failures, known.node, found.node)
+    return msgspec.structs.replace(group, last_failures=[found, *older], node_failures=tally)
+
+
+def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
+    own = next((text for wanted, text in read if wanted.instead is None), None)
+    others = [(wanted.instead, text) for wanted, text in read if wanted.instead]
+    if own is None:
+        # They ended earlier than what is known and were reported later.
+        better = next((explained(other, text) for other, text in others if not symptoms.tells_of_another(text)), None)
+        return better or known
+    first = explained(known, own)
+    if known.signal or known.reason == "OutOfMemory" or not symptoms.tells_of_another(own):
+        return first
+    for other, text in others:
+        if text.strip() and not symptoms.tells_of_another(text):
+            return explained(other, text)
+    words = f"{first.message}; its errors tell of another process's end, so it may not have been the first"
+    return msgspec.structs.replace(first, message=words)
+
+
+def recounted(tally: dict[str, int], before: str, after: str) -> dict[str, int]:
+    """Charged failures by node, when the newest turns out to have begun on another node."""
+    if before == after or not after or not tally.get(before):
+        return tally
+    counted = tally | {before: tally[before] - 1, after: tally.get(after, 0) + 1}
+    return {node: count for node, count in counted.items() if count}
+
+
+def reported_late(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
+    """An end that explains the failure of a group that is being taken away better than the one that was reported first.
+
+    Only what ended before anything of the group was deleted counts: what ends later may be a consequence of that.
+    """
+    known = entry.last_failures[0] if entry.last_failures else None
+    noticed = seconds(known.noticed_at) if known else None
+    if known is None or noticed is None or known.incarnation != entry.incarnation or now > noticed + CORRECTED_WITHIN_S:
+        return None
+    if known.exit_code is None:
+        return None
+    known_class, known_at = _class_of(known), seconds(known.time) or now
+    found = []
+    for sign in _ends(entry, objects, now):
+        earlier = sign.at < known_at
+        if not sign.failure.charged or sign.failure.pod == known.pod or sign.at >= noticed:
+            continue
+        # Who is killed by the kernel or by a signal has not ended because others did.
+        certain = sign.klass < known_class and (sign.klass <= _SIGNAL or sign.at <= known_at)
+        if certain or (sign.klass == known_class and earlier):
+            found.append(sign)
+    return _first_of(found) if found else None
+
+
+def late_log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
+    """The log that decides whether a failure that was reported late takes the place of the known one, if one is needed."""
+    wanted = _log_wanted(failure, objects)
+    return wanted._replace(instead=failure) if wanted else None
+
+
+def is_certain(failure: Failure) -> bool:
+    """Whether an end cannot be the consequence of another engine's end, whatever its log says."""
+    return _class_of(failure) <= _SIGNAL
+
+
+def _class_of(failure: Failure) -> int:
+    """How much an engine's end explains."""
+    if failure.reason == "OutOfMemory":
+        return _OOM
+    if failure.signal:
+        return _SIGNAL
+    return _ERROR if failure.exit_code else _CLEAN
 
 
 def explained(failure: Failure, text: str) -> Failure:
@@ -120,17 +217,29 @@ class _Sign(NamedTuple):
     failure: Failure
 
 
-def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Failure | None:
-    firsts = objects.first_ranks
-    released = seconds(entry.released_at)
-    found: list[_Sign] = []
+def _ends(entry: GroupStatus, objects: IncarnationObjects, now: float) -> list[_Sign]:
+    """The engines that ended by themselves."""
     assumed = objects.plan.assumed_version if objects.plan else ""
+    found = []
     for pod in objects.pods:
         ended = _engine_end(pod)
-        made = seconds(pod.metadata.creation_timestamp)
         if ended and not _removal_came_first(pod, ended):
             klass, failure = _explain_end(pod, ended, entry, now, assumed=assumed)
-        elif _was_rejected(pod):
+            at = seconds(failure.time) or now
+            found.append(_Sign(klass, at, _with_rank(failure, objects.first_ranks.get(pod.name))))
+    return found
+
+
+def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
+    firsts = objects.first_ranks
+    released = seconds(entry.released_at)
+    found = _ends(entry, objects, now)
+    ended = {sign.failure.pod for sign in found}
+    for pod in objects.pods:
+        made = seconds(pod.metadata.creation_timestamp)
+        if pod.name in ended:
+            continue
+        if _was_rejected(pod):
             klass, failure = _ERROR, _rejected(pod, entry, now)
         elif pod.metadata.deletion_timestamp or pod.status.phase == "Failed":
             klass, failure = _OUTSIDE, _removed(pod, entry, now)
@@ -145,7 +254,9 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         at = seconds(failure.time) or now
         found.append(_Sign(klass, at, _with_rank(failure, firsts.get(pod.name))))
     if found:
-        return _first_of(found)
+        others = [sign.failure for sign in sorted(found, key=_order) if sign.klass in (_ERROR, _CLEAN)]
+        first = _first_of(found)
+        return Verdict(first, others=tuple(other for other in others if other.pod != first.pod))
     missing = [] if objects.head else [entry.head_pod]
     if objects.config_map is None and (entry.state == "Starting" or objects.rpc_service is None):
         # Containers that do not run yet need it; running ones have their copy, so of a group that serves it can be made
@@ -158,21 +269,27 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         missing = [name for name in firsts if name not in {pod.name for pod in objects.pods}]
     if missing:
         pod_name = next((name for name in missing if name in firsts), "")
-        return Failure(
-            reason="MemberDeleted",
-            time=timestamp(now) or "",
-            charged=False,
-            incarnation=entry.incarnation,
-            pod=pod_name,
-            rank=firsts.get(pod_name),
-            message=f"{', '.join(missing[:4])} was deleted from outside",
+        return Verdict(
+            Failure(
+                reason="MemberDeleted",
+                time=timestamp(now) or "",
+                charged=False,
+                incarnation=entry.incarnation,
+                pod=pod_name,
+                rank=firsts.get(pod_name),
+                message=f"{', '.join(missing[:4])} was deleted from outside",
+            )
         )
-    return None
+    return Verdict(None)
+
+
+def _order(sign: _Sign) -> tuple[int, float, int]:
+    return sign.klass, sign.at, sign.failure.rank if sign.failure.rank is not None else -1
 
 
 def _first_of(found: list[_Sign]) -> Failure:
     """The sign that explains most, the earliest of equals; others of the same second are named."""
-    found.sort(key=lambda sign: (sign.klass, sign.at, sign.failure.rank if sign.failure.rank is not None else -1))
+    found = sorted(found, key=_order)
     first = found[0]
     ties = [
         f"{sign.failure.pod} (rank {sign.failure.rank})"
@@ -237,10 +354,11 @@ def _with_rank(failure: Failure, rank: int | None) -> Failure:
 
 
 def _engine_end(pod: Pod) -> Terminated | None:
+    """How the engine of a pod ended first: what was started again in its place is not let into the group."""
     engine = pod.engine
     if engine is None:
         return None
-    return engine.state.terminated or engine.last_state.terminated
+    return engine.last_state.terminated or engine.state.terminated
 
 
 def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float, *, assumed: str) -> tuple[int, Failure]:

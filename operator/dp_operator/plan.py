@@ -33,7 +33,17 @@ from msgspec.structs import replace
 
 from dp_operator import disruption, naming, render, rollout, status, symptoms, versions
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
-from dp_operator.failure import LogWanted, judge, log_wanted, suspected_at, unready_at
+from dp_operator.failure import (
+    LogWanted,
+    is_certain,
+    judge,
+    late_log_wanted,
+    logs_wanted,
+    recounted,
+    reported_late,
+    suspected_at,
+    unready_at,
+)
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
 from dp_operator.waiting import describe, reached, stalled, unready
 
@@ -337,9 +347,7 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
     verdict = judge(spec, entry, objects, situation.picture, now)
     draft.look_again(verdict.look_again_at)
     if verdict.failure:
-        wanted = log_wanted(verdict.failure, objects)
-        if wanted:
-            draft.logs.append(wanted)
+        draft.logs += logs_wanted(verdict, objects)
         found = symptoms.version_too_old(verdict.failure.log_tail)
         if found:
             # What the launcher says last is known even where the monitor was never heard.
@@ -388,12 +396,19 @@ def failure_event(entry: GroupStatus, failure: Failure) -> Event:
     )
 
 
+def correction_event(entry: GroupStatus, failure: Failure) -> Event:
+    """What is posted when a failure turns out to have begun elsewhere."""
+    event = failure_event(entry, failure)
+    return replace(event, reason="CauseCorrected", note=_short_note(f"{event.note}; reported after what it caused"))
+
+
 def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Draft) -> GroupStatus:
     """Write a failure into the ledger; the objects go in the steps that follow that write."""
     policy = situation.cr.spec.failure_policy
     restarts = entry.restarts + (1 if failure.charged else 0)
     given_up = policy.max_restarts is not None and restarts > policy.max_restarts
     draft.events.append(failure_event(entry, failure))
+    failure = replace(failure, noticed_at=timestamp(situation.now))
     return replace(
         entry,
         state="Stopping",
@@ -431,6 +446,8 @@ def _tally(before: dict[str, int], failure: Failure) -> dict[str, int]:
 def _step_stopping(
     situation: Situation, entry: GroupStatus, objects: IncarnationObjects | None, wanted: int, draft: _Draft
 ) -> GroupStatus | None:
+    if objects:
+        entry = _correct_cause(situation, entry, objects, draft)
     if objects and not objects.empty and not _only_stuck(objects, situation, draft):
         return entry
     if entry.index >= wanted:
@@ -457,6 +474,25 @@ def _step_stopping(
         suspected_at=None,
         unready_at=None,
     )
+
+
+def _correct_cause(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
+    """Put an end that was reported late in the place of what it had caused, if it is certain; else its log decides."""
+    found = reported_late(entry, objects, situation.now)
+    if not found:
+        return entry
+    known, *older = entry.last_failures
+    wanted = late_log_wanted(found, objects)
+    if not is_certain(found):
+        if wanted:
+            draft.logs.append(wanted)
+        return entry
+    found = replace(found, noticed_at=known.noticed_at)
+    if wanted:
+        draft.logs.append(wanted._replace(instead=None))
+    draft.events.append(correction_event(entry, found))
+    tally = recounted(entry.node_failures, known.node, found.node)
+    return replace(entry, last_failures=[found, *older], node_failures=tally)
 
 
 def _remembers(entry: GroupStatus) -> bool:

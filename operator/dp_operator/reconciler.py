@@ -26,11 +26,22 @@ from dp_operator import api, naming, rules, versions
 from dp_operator.cache import NODE, WATCHED, Cache, Key
 from dp_operator.client import ApiError, Client
 from dp_operator.clock import SteadyClock
-from dp_operator.failure import LogWanted, with_log
+from dp_operator.failure import LogWanted, with_logs
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
 from dp_operator.observe import Obstacle, Picture, observe
-from dp_operator.plan import Action, Apply, Create, Delete, Event, Plan, Situation, failure_event, plan
+from dp_operator.plan import (
+    Action,
+    Apply,
+    Create,
+    Delete,
+    Event,
+    Plan,
+    Situation,
+    correction_event,
+    failure_event,
+    plan,
+)
 from dp_operator.queue import FIRST_RETRY_S, LONGEST_RETRY_S, Queue
 from dp_operator.render import Settings
 from dp_operator.status import installed_version, is_progress, with_internal_error
@@ -414,17 +425,18 @@ class Reconciler:
     async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
         """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
         texts = await asyncio.gather(*(self._log(cr, wanted) for wanted in decided.logs))
-        for wanted, text in zip(decided.logs, texts, strict=True):
-            explained = with_log(decided.status, wanted, text)
-            # The event that tells of the failure tells the better reason, too.
-            better = {
-                failure_event(before, before.last_failures[0]): failure_event(after, after.last_failures[0])
-                for before, after in zip(decided.status.groups, explained.groups, strict=True)
-                if before != after
-            }
-            events = [better.get(event, event) for event in decided.events]
-            decided = msgspec.structs.replace(decided, status=explained, events=events)
-        return decided
+        explained = with_logs(decided.status, list(zip(decided.logs, texts, strict=True)))
+        events = list(decided.events)
+        for before, after in zip(decided.status.groups, explained.groups, strict=True):
+            if before == after:
+                continue
+            told = failure_event(before, before.last_failures[0])
+            if told in events:
+                # The event that tells of the failure tells the better reason, too.
+                events[events.index(told)] = failure_event(after, after.last_failures[0])
+            elif before.last_failures[0].pod != after.last_failures[0].pod:
+                events.append(correction_event(after, after.last_failures[0]))
+        return msgspec.structs.replace(decided, status=explained, events=events)
 
     async def _log(self, cr: api.DataParallelDeployment, wanted: LogWanted) -> str:
         """The log of an engine that ended, "" where it cannot be had in time: the head it may be of still has traffic."""

@@ -65,6 +65,11 @@ _ERROR = re.compile(
 _HARMLESS = re.compile(r"^(\([^)]*\) *)*(DEBUG|INFO|WARNING|WARN)\b|^launch: | - (DEBUG|INFO|WARNING) - |\[[IW]\d{4} ")
 # By words, or because it is how a process ends that others have ended with.
 _POINTS_UP = re.compile(r"root cause|Engine core initialization failed|\b(CancelledError|KeyboardInterrupt)\b")
+# How an engine, or the front end that watches it, ends because another process has: of a collective, or of the other role.
+_OF_ANOTHER = re.compile(
+    r"Connection (was )?(closed|reset) by (the )?(remote )?peer|[Bb]roken pipe|ConnectionResetError|EngineDeadError|"
+    r"remote process (has )?exit|[Ss]ocket closed"
+)
 _FRAME = re.compile(r"^(\([^)]*\))?\s{2,}\S")
 
 
@@ -130,6 +135,13 @@ def _only_points_up(burst: list[str]) -> bool:
 def _ends_traceback(line: str) -> bool:
     """Whether a line is the exception itself; vLLM puts process name and time before every line."""
     return re.search(r"(^|\] |^\([^)]*\) )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line) is not None
+
+
+def tells_of_another(text: str) -> bool:
+    """Whether the errors that a log ends with only tell that another process has ended."""
+    lines = [line for burst in _last_bursts(text.splitlines()) for line in burst]
+    exceptions = [line for line in lines if _ends_traceback(line)] or [line for line in lines if _ERROR.search(line)]
+    return bool(exceptions) and all(_OF_ANOTHER.search(line) or _POINTS_UP.search(line) for line in exceptions)
 
 
 def tail(text: str) -> str:

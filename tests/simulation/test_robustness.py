@@ -322,3 +322,23 @@ def test_an_end_is_reported_when_its_node_gets_to_it_and_not_in_the_order_of_the
         await ready(world)
 
     play(script)
+
+
+def test_a_rank_that_was_killed_first_is_the_cause_though_its_kubelet_reports_last():
+    async def script(world: World) -> None:
+        for node in world.cluster.nodes.values():
+            node.capacity = 1
+        await ready(world)
+        first, second = sorted(world.pods(), key=lambda pod: pod["metadata"]["name"], reverse=True)
+        for pod, lag_s in ((first, 3.0), (second, 0.05)):
+            world.cluster.nodes[pod["spec"]["nodeName"]].report_lag_s = lag_s
+        world.cluster._engine_ends(first["metadata"]["uid"], 137, "OOMKilled", cascade=False)
+        await asyncio.sleep(1.1)
+        world.cluster._engine_ends(second["metadata"]["uid"], 1, "Error", cascade=False)
+        await until(world, lambda: failed(world) and not world.unrest())
+        (group,) = api.decode(world.cr()).status.groups
+        (failure,) = group.last_failures
+        assert (failure.pod, failure.reason) == (first["metadata"]["name"], "OutOfMemory")
+        assert group.restarts == 1
+
+    play(script)

@@ -7,7 +7,7 @@ import pytest
 
 from dp_handshake.messages import RankLost, Violation
 from dp_operator import observe
-from dp_operator.failure import LogWanted, explained, with_log
+from dp_operator.failure import LogWanted, explained, with_logs
 from tests.unit.operator.world import World
 
 
@@ -182,7 +182,7 @@ def test_the_log_of_a_headless_rank_that_ended_with_0_is_read_before_its_pod_goe
     decided = world.plan()
     assert decided.logs == [LogWanted(incarnation, pod, previous=True)]
     text = "INFO ok\nERROR rank died: RuntimeError: device lost\nINFO bye"
-    failure = with_log(decided.status, decided.logs[0], text).groups[0].last_failures[0]
+    failure = with_logs(decided.status, [(decided.logs[0], text)]).groups[0].last_failures[0]
     assert (failure.exit_code, failure.rank) == (0, 2)
     assert "device lost" in failure.first_error_lines
     assert failure.log_tail.endswith("INFO bye")

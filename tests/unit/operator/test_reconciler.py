@@ -492,3 +492,49 @@ async def test_the_log_of_an_engine_is_not_that_of_the_launcher_which_the_kubele
     made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(told)})
     await asyncio.sleep(5)
     assert server.status()["groups"][0]["lastFailures"][0]["reason"] == "GPUOutOfMemory"
+
+
+async def test_an_end_that_was_reported_late_takes_the_place_of_what_it_had_caused_and_is_posted(
+    server: Server, made: Reconciler
+):
+    posted: list[str] = []
+    create = server.create
+
+    async def noted(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        posted.extend([f"{manifest['reason']}: {manifest['note']}"] if manifest["kind"] == "Event" else [])
+        return await create(manifest, dry_run=dry_run)
+
+    async def log(_: str, pod: str, **__: Any) -> str:
+        return "RuntimeError: Connection closed by peer" if pod.endswith("-head") else "RuntimeError: device lost"
+
+    def ends(pod: dict[str, Any], at: str) -> None:
+        ended = {"exitCode": 1, "reason": "Error", "finishedAt": at}
+        pod["status"] = {"containerStatuses": [{"name": "engine", "state": {"terminated": ended}}]}
+        made.seen("Pod", {"type": "MODIFIED", "object": server._stamped(pod)})
+
+    server.create, server.log = noted, log  # type: ignore[method-assign]
+    show(made, server.resource(dataParallel={"size": 2}))
+    await asyncio.sleep(5)
+    head = next(obj for (kind, _), obj in server.objects.items() if kind == "Pod")
+    workers = next(obj for (kind, _), obj in server.objects.items() if kind == "StatefulSet")
+    meta = {
+        "name": f"{workers['metadata']['name']}-0",
+        "namespace": "ns",
+        "uid": "worker",
+        "labels": workers["spec"]["template"]["metadata"]["labels"],
+        "ownerReferences": [
+            {"kind": "StatefulSet", "uid": workers["metadata"]["uid"], "name": "w", "controller": True}
+        ],
+    }
+    worker = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"nodeName": "n2"}}
+    head["spec"] = {"nodeName": "n1"}
+    ends(head, "2026-01-01T00:00:05Z")
+    await asyncio.sleep(1)
+    assert server.status()["groups"][0]["lastFailures"][0]["rank"] == 0
+    ends(worker, "2026-01-01T00:00:04Z")
+    await asyncio.sleep(2)
+    (failure,) = server.status()["groups"][0]["lastFailures"]
+    assert (failure["rank"], failure["firstErrorLines"]) == (1, "RuntimeError: device lost")
+    assert server.status()["groups"][0]["nodeFailures"] == {"n2": 1}
+    told = [note.partition(": ")[0] for note in posted if "group 0" in note]
+    assert told == ["GroupFailed", "CauseCorrected"]

@@ -15,6 +15,7 @@ import msgspec
 from dp_handshake.messages import LaunchPlan, Local, Snapshot, Stages
 from dp_handshake.ranks import format_ranks
 from dp_operator import api, naming, observe
+from dp_operator.failure import with_logs
 from dp_operator.plan import Apply, Create, Delete, Plan, Situation, plan
 from dp_operator.render import Settings
 
@@ -55,6 +56,7 @@ class World:
         self.monitor_errors: dict[str, str] = {}
         self.nodes: dict[str, observe.Node] = {}
         self.verdicts: dict[str, str] | None = None
+        self.engine_logs: dict[str, str] = {}  # by pod
         self.log: list[str] = []
         self.status_writes = 0
         self._numbers = itertools.count(1)
@@ -89,6 +91,8 @@ class World:
         """Decide and act until nothing more is to be done at this moment."""
         for _ in range(20):
             decided = self.plan()
+            read = [(wanted, self.engine_logs.get(wanted.pod, "")) for wanted in decided.logs]
+            decided = msgspec.structs.replace(decided, status=with_logs(decided.status, read))
             if decided.status != self.cr.status:
                 self.cr = msgspec.structs.replace(self.cr, status=decided.status)
                 self.status_writes += 1
