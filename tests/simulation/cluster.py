@@ -155,6 +155,7 @@ class Cluster:
         self._ended: set[str] = set()  # uids of pods whose engine has ended, reported or not
         self.relays: dict[str, Relay] = {}  # head pod uid ->
         self.numbers = itertools.count(1)
+        self.changes = 0  # of objects, by whomever
         self.addresses = itertools.count(1)
         self.quota_pods: int | None = None
         self.images_mended = False  # images that could not be pulled can be now
@@ -185,6 +186,7 @@ class Cluster:
 
     def _store(self, kind: str, obj: Object, event: str) -> Object:
         number = next(self.numbers)
+        self.changes += 1
         meta = obj["metadata"] | {"resourceVersion": str(number)}
         if event == "ADDED":
             meta |= {"uid": f"{kind}-{number}", "creationTimestamp": timestamp(self.now)}
@@ -225,6 +227,7 @@ class Cluster:
     def _drop(self, obj: Object) -> None:
         kind, meta = obj["kind"], obj["metadata"]
         self._lose(obj)
+        self.changes += 1
         del self.objects[kind, meta["name"]]
         del self.by_uid[meta["uid"]]
         self._tell(kind, "DELETED", obj | {"metadata": meta | {"resourceVersion": str(next(self.numbers))}})

@@ -37,6 +37,9 @@ from tests.simulation.virtual import DeadlockError, FranticError, Loop
 
 GOOD = "vllm/vllm-openai:v0.32.0"
 PATIENCE_S = 4000.0  # from the last fault to rest, at most
+MOST_RELEASES = 4  # of groups that are given up: what ends them may strike once more
+LOOP_S = 300  # how long a revision that never works is looked at
+WRITES_PER_ATTEMPT = 40
 QUIET_S = 900.0  # how long nothing may be written at rest: longer than two resyncs
 
 
@@ -55,6 +58,7 @@ class History:
     unavailable: int | str
     policy: str
     faults: tuple[Fault, ...]
+    max_restarts: int | None = None
     report_lag_s: float = 0.0  # of the slowest kubelet, at most; every node has its own
 
     @staticmethod
@@ -78,8 +82,9 @@ class History:
             size=chance.choice((1, 1, 2, 2, 3)),
             surge=surge,
             unavailable=unavailable,
-            policy=chance.choice(("Managed", "Managed", "Managed", "Open")),
+            policy=chance.choice(("Managed", "Managed", "Open", "Closed")),
             faults=tuple(faults),
+            max_restarts=chance.choice((None, None, None, None, 0, 1)),
             report_lag_s=chance.choice((0.0, 0.3, 1.0, 1.2)),
         )
 
@@ -117,11 +122,14 @@ class World:
                 "maxBackoffSeconds": 40,
                 "stableSeconds": 60,
                 "unhealthySeconds": 20,
+                "maxRestarts": history.max_restarts,
             },
         }
         self.annotations: dict[str, str] = {}
+        self.troubles: list[str] = []  # what has gone wrong that must never go wrong
         self.last_fault_ends = 0.0
         self.generation = 0
+        self.draining: set[str] = set()  # nodes that a drain has to empty
 
     # --- the user ------------------------------------------------------------------------------------------------------
     def cr(self) -> Object | None:
@@ -160,6 +168,24 @@ class World:
         meta = obj["metadata"] | {"generation": self.generation, "annotations": dict(self.annotations)}
         self.cluster._change(obj, spec=self.spec, metadata=meta)
 
+    def annotate(self, name: str, value: str) -> None:
+        """The user sets an annotation, which is no new generation."""
+        self.annotations[name] = value
+        obj = self.cr()
+        if obj:
+            self.cluster.note(f"user sets {name} to {value!r}")
+            self.cluster._change(obj, metadata=obj["metadata"] | {"annotations": dict(self.annotations)})
+
+    def release(self) -> None:
+        """What a person may do for groups that are given up."""
+        what = self.chance.randrange(4)
+        if self.misbehaves() or what == 0:
+            self.edit(engine={"image": "vllm/vllm-openai:v0.32.10"})
+        elif what == 1:
+            self.edit(failurePolicy={"maxRestarts": None})
+        else:
+            self.annotate(naming.ANNOTATION_RESTART, str(self.chance.random()))
+
     # --- what faults hit -----------------------------------------------------------------------------------------------
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
         """Undo a fault; only then is it over."""
@@ -168,6 +194,19 @@ class World:
 
     def pods(self) -> list[Object]:
         return [p for p in self.cluster.all("Pod") if not p["metadata"].get("deletionTimestamp")]
+
+    def misbehaves(self) -> bool:
+        """Whether the image is one that never works."""
+        return self.spec["engine"]["image"].rpartition(":")[2].startswith((BROKEN, HANGING, UNPULLABLE, INVALID, OLD))
+
+    def given_up(self) -> bool:
+        """Whether some group waits for a person."""
+        obj = self.cr()
+        return bool(obj) and any(map(self.is_given_up, api.decode(obj).status.groups))
+
+    def is_given_up(self, group: api.GroupStatus) -> bool:
+        most = self.spec["failurePolicy"]["maxRestarts"]
+        return most is not None and group.state == "Waiting" and group.restarts > most
 
     # --- rest ----------------------------------------------------------------------------------------------------------
     def unrest(self) -> str:
@@ -179,7 +218,6 @@ class World:
         status = api.decode(obj).status
         spec = self.spec
         wanted = 0 if spec.get("suspend") else spec["replicas"]
-        tag = spec["engine"]["image"].rpartition(":")[2]
         conditions = {c.type: c for c in status.conditions}
         if not conditions:
             return "no status"
@@ -187,7 +225,12 @@ class World:
             return f"generation {self.generation} was not observed"
         if any(g.state == "Stopping" for g in status.groups):
             return "groups are being taken away"
-        if tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID, OLD)) and wanted:
+        if self.given_up():
+            if any(g.state != "Serving" and not self.is_given_up(g) for g in status.groups):
+                return "others are still tried"
+            stalled = conditions["Stalled"]
+            return "" if stalled.reason == "TooManyRestarts" else f"given up, and said is {stalled.reason}"
+        if self.misbehaves() and wanted:
             # Only the old one comes to rest, but every failure must have a name.
             named = any(g.last_failures for g in status.groups) or conditions["Stalled"].status == "True"
             return "" if named else "a broken revision without a named failure"
@@ -199,6 +242,11 @@ class World:
         heads = [p for p in self.cluster.all("Pod") if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD]
         if len(heads) != wanted or not all(is_ready(head) for head in heads):
             return f"{len(heads)} heads for {wanted} groups"
+        if self.draining:
+            return f"{', '.join(self.draining)} is drained and not empty"
+        for kind in ("Stalled", "DrainBlocked"):
+            if conditions[kind].status != "False":
+                return f"all is well, and {kind} is {conditions[kind].reason}: {conditions[kind].message}"
         known = {g.incarnation for g in status.groups}
         for (kind, name), other in self.cluster.objects.items():
             label = (other["metadata"].get("labels") or {}).get(naming.LABEL_INCARNATION)
@@ -279,6 +327,7 @@ class Watchdog:
         if manifest["kind"] != "PodDisruptionBudget" or manifest["spec"]["minAvailable"]:
             return
         mine = labels[naming.LABEL_INCARNATION]
+        self._emptied(process, labels)
         if any(head["metadata"]["labels"][naming.LABEL_INCARNATION] == mine for head in self._serving(process, labels)):
             budgets = self._world.cluster.all("PodDisruptionBudget")
             exposed = {
@@ -291,8 +340,11 @@ class Watchdog:
         before = self._ledger(obj["metadata"]["uid"])
         if any(f["reason"] == "EngineTooOld" and f.get("charged", True) for f in _failures(obj)):
             raise BrokenError("the attempt that shows the true version is charged")
+        most = self._seen_spec(process).failure_policy.max_restarts
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
+            if name not in before and most is not None and group.get("restarts", 0) > most:
+                raise BrokenError(f"group {group['index']} is tried again, maxRestarts is {most}: {group}")
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
                 spec = self._seen_spec(process)
                 wanted = not spec.suspend and group["index"] < spec.replicas  # a user who wants it no more ends it
@@ -308,6 +360,22 @@ class Watchdog:
         if self._served[incarnation] and incarnation not in self._world.cluster.injured:
             raise BrokenError(f"{incarnation} serves, nothing happened to it, and it is ended for {failure}")
         self._served[incarnation] = False
+
+    def _emptied(self, process: Process, labels: dict[str, str]) -> None:
+        """A group may be moved only off a node that is being emptied, and with policy Closed only where a person says so."""
+        cache = process.reconciler.cache
+        named = cache.custom_resource((NAMESPACE, "web"))["metadata"]["annotations"]
+        nodes = set(named.get(naming.ANNOTATION_DRAIN_NODES, "").split(","))
+        if self._seen_spec(process).disruption.policy == "Managed":
+            nodes |= {name for name, node in cache.nodes().items() if node.unschedulable}
+        if not any(
+            pod["spec"]["nodeName"] in nodes
+            for kind, pod in cache.owned(labels[naming.LABEL_UID])
+            if kind == "Pod" and pod["metadata"]["labels"][naming.LABEL_INCARNATION] == labels[naming.LABEL_INCARNATION]
+        ):
+            raise BrokenError(
+                f"the budget of {labels[naming.LABEL_INCARNATION]} is opened, and no node is to be emptied"
+            )
 
     @staticmethod
     def _serving(process: Process, labels: dict[str, str]) -> list[Object]:
@@ -485,17 +553,35 @@ def _cordon(world: World, chance: random.Random) -> None:
 
 
 def _drain(world: World, chance: random.Random) -> None:
-    """`kubectl drain`: cordon, then evict every pod every 5 s until all are gone."""
+    """`kubectl drain`: cordon, then evict every pod every 5 s until all are gone. With Closed a person has to allow it."""
     node = chance.choice(list(world.cluster.nodes.values()))
     world.cluster.note(f"node {node.name} is drained")
     world.cluster.cordon(node, unschedulable=True)
+    world.draining.add(node.name)
     world.later(600, lambda: None)
+    gives_up_at = world.cluster.now + 550
+    allowed_after_s = chance.choice((0, 20, 100, 500, None))
+
+    def allow(value: str) -> None:
+        if world.annotations.get(naming.ANNOTATION_DRAIN_NODES, "") != value:
+            world.annotate(naming.ANNOTATION_DRAIN_NODES, value)
+
+    forgets = chance.random() < 0.2
+
+    def end(words: str) -> None:
+        world.cluster.note(f"node {node.name} {words}")
+        world.draining.discard(node.name)
+        if not forgets:
+            allow("")
+        world.cluster.cordon(node, unschedulable=False)
 
     def turn() -> None:
         pods = [p for p in world.cluster.all("Pod") if p["spec"].get("nodeName") == node.name]
         if not pods and not node.lost:
-            world.cluster.note(f"node {node.name} is empty")
-            world.cluster.cordon(node, unschedulable=False)
+            end("is empty")
+            return
+        if allowed_after_s is None and world.cluster.now > gives_up_at:
+            end("is not drained after all")
             return
         for pod in pods:
             with contextlib.suppress(ApiError):
@@ -503,6 +589,16 @@ def _drain(world: World, chance: random.Random) -> None:
         world.cluster.loop.call_later(5, turn)
 
     turn()
+    if allowed_after_s is not None and world.spec["disruption"]["policy"] == "Closed":
+        world.later(allowed_after_s, lambda: node.name in world.draining and allow(node.name))
+
+
+def _policy(world: World, chance: random.Random) -> None:
+    """Somebody changes whether evictions are let through, sometimes during a drain."""
+    if chance.random() < 0.5:
+        _drain(world, chance)
+    world.later(chance.choice((0, 5, 60)), lambda: world.edit(disruption={"policy": "Managed"}))
+    world.edit(disruption={"policy": chance.choice(("Open", "Closed", "Managed"))})
 
 
 def _new_image(world: World, chance: random.Random) -> None:
@@ -528,6 +624,14 @@ def _old_image(world: World, chance: random.Random) -> None:
         world.later(chance.choice((3, 20, 100)), lambda: world.edit(engine={"image": GOOD}))
 
 
+def _give_up(world: World, chance: random.Random) -> None:
+    """A group that fails is tried again only so often; then a person is needed."""
+    world.edit(failurePolicy={"maxRestarts": chance.randrange(2)})
+    _engine_ends(world, chance)
+    if chance.random() < 0.5:
+        world.later(chance.choice((15, 40)), _engine_ends, world, chance)
+
+
 def _resize(world: World, chance: random.Random) -> None:
     least = 2 if world.spec["dataParallel"].get("headPlacement") == "Dedicated" else 1
     world.edit(dataParallel={"size": max(least, chance.randrange(1, world.history.size + 2))})
@@ -548,8 +652,7 @@ def _pause(world: World, chance: random.Random) -> None:
 
 
 def _restart(world: World, chance: random.Random) -> None:
-    world.annotations[naming.ANNOTATION_RESTART] = str(chance.random())
-    world.edit()
+    world.annotate(naming.ANNOTATION_RESTART, str(chance.random()))
 
 
 def _recreate(world: World, chance: random.Random) -> None:
@@ -614,10 +717,12 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "node lost": _node_lost,
     "cordon": _cordon,
     "drain": _drain,
+    "policy": _policy,
     "new image": _new_image,
     "another new image": _new_image,
     "bad image": _bad_image,
     "old image": _old_image,
+    "give up": _give_up,
     "resize": _resize,
     "scale": _scale,
     "suspend": _suspend,
@@ -635,14 +740,13 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
 async def _play(history: History, trace: list[str]) -> tuple[str, int]:
     world = World(history)
     world.cluster.trace = trace
-    broken: list[str] = []
-    complaints = Complaints()
+    complaints = Complaints(world.troubles)
     reconciler.log.addHandler(complaints)
     reconciler.log.propagate = False
     reconciler.log.setLevel(logging.ERROR)
 
     def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        broken.append(f"{context.get('exception')!r}")
+        world.troubles.append(f"{context.get('exception')!r}")
 
     world.cluster.loop.set_exception_handler(on_error)
     start = world.cluster.now
@@ -653,42 +757,87 @@ async def _play(history: History, trace: list[str]) -> tuple[str, int]:
             await asyncio.sleep(max(0.0, start + fault.at - world.cluster.now))
             world.cluster.note(f"FAULT {fault.kind}")
             FAULTS[fault.kind](world, random.Random(fault.pick))
-        wrong = await _rest(world, broken, complaints)
+        wrong = await _rest(world)
     finally:
         reconciler.log.removeHandler(complaints)
         world.process.stop()
     return wrong, world.process.status_writes
 
 
-async def _rest(world: World, broken: list[str], complaints: Complaints) -> str:
+async def _rest(world: World) -> str:
+    """What is wrong with how a history ends; empty where nothing is."""
+    wrong = await _calm(world)
+    for _ in range(MOST_RELEASES):
+        if wrong or not world.given_up():
+            break
+        await asyncio.sleep(60)  # the last fault may not have come to the operator yet
+        wrong = await _calm(world) or await _quiet(world, 120.0)
+        world.release()
+        wrong = wrong or await _calm(world)
+    if wrong:
+        return wrong
+    if world.cr() and world.misbehaves() and not world.spec["engine"]["image"].rpartition(":")[2].startswith(OLD):
+        return await _loop_of_failures(world)
+    await asyncio.sleep(400)  # past stableSeconds and one resync
+    wrong = await _quiet(world, QUIET_S)
+    if wrong:
+        return wrong
+    unrest = world.unrest()
+    return f"rest did not last: {unrest}" if unrest else ""
+
+
+async def _calm(world: World) -> str:
+    """Wait for rest after the last fault."""
     calm_since: float | None = None
     while True:
         await asyncio.sleep(5)
         now = world.cluster.now
-        if broken or complaints.found:
-            return (broken + complaints.found)[0]
+        if world.troubles:
+            return world.troubles[0]
         if now < max(world.last_fault_ends, world.weather.down_until):
             continue
         calm_since = calm_since or now
         unrest = world.unrest()
         if not unrest:
-            break
+            return ""
         if now > calm_since + PATIENCE_S:
             return f"no rest after {PATIENCE_S:.0f} s: {unrest}"
-    obj = world.cr()
-    tag = world.spec["engine"]["image"].rpartition(":")[2]
-    if obj and tag.startswith((BROKEN, HANGING, UNPULLABLE, INVALID)):
-        return ""  # it goes on trying
-    await asyncio.sleep(400)  # past stableSeconds and one resync
+
+
+async def _quiet(world: World, length_s: float) -> str:
+    """At rest nothing is written."""
+    await asyncio.sleep(5)
     writes = world.process.writes
     world.cluster.note("quiet from here on")
-    await asyncio.sleep(QUIET_S)
-    if broken or complaints.found:
-        return (broken + complaints.found)[0]
+    await asyncio.sleep(length_s)
+    if world.troubles:
+        return world.troubles[0]
     if world.process.writes != writes:
         return f"{world.process.writes - writes} writes at rest: {world.cluster.trace[-3:]}"
-    unrest = world.unrest()
-    return f"rest did not last: {unrest}" if unrest else ""
+    return ""
+
+
+async def _loop_of_failures(world: World) -> str:
+    """A revision that never works is tried again for ever: so many writes an attempt, and none between two."""
+    first, seen, before = world.process.writes, set(), None
+    idle = False
+    for _ in range(LOOP_S // 5):
+        writes, foreign = world.process.writes, world.process.foreign_changes
+        groups = world.cr()["status"]["groups"]
+        now_there = {(g["incarnation"], g.get("state", "Starting")) for g in groups}
+        was_idle, idle = idle, now_there == before and all(state in ("Waiting", "Serving") for _, state in now_there)
+        before = now_there
+        seen |= {incarnation for incarnation, _ in now_there}
+        await asyncio.sleep(5)
+        if world.troubles:
+            return world.troubles[0]
+        written = world.process.writes - writes
+        still = {(g["incarnation"], g.get("state", "Starting")) for g in world.cr()["status"]["groups"]} == before
+        if idle and was_idle and still and foreign == world.process.foreign_changes and written:
+            return f"{written} writes between two attempts: {world.cluster.trace[-3:]}"
+    most = WRITES_PER_ATTEMPT * len(seen)
+    written = world.process.writes - first
+    return f"{written} writes for {len(seen)} attempts: {world.cluster.trace[-3:]}" if written > most else ""
 
 
 def run(history: History) -> Outcome:

@@ -59,7 +59,9 @@ class FakeClient:
         if weather.errors:
             code = weather.errors.pop()
             raise ApiError(code, "Injected", "injected", 2.0 if code == 429 else None)
+        changes = self._cluster.changes
         answer = act()
+        self._process.own_changes += self._cluster.changes - changes
         if write:
             self._process.writes += 1
             if weather.kill_at_write is not None:
@@ -214,6 +216,7 @@ class Process:
         self.alive = False
         self.writes = 0
         self.status_writes = 0
+        self.own_changes = 0  # of objects in the cluster
         self.reconciler: reconciler.Reconciler | None = None
         self._monitors: FakeMonitors | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -245,6 +248,10 @@ class Process:
             chance=self.chance,
         )
         self._tasks = [self.cluster.loop.create_task(self._run(self.reconciler))]
+
+    @property
+    def foreign_changes(self) -> int:
+        return self.cluster.changes - self.own_changes
 
     async def _run(self, mine: reconciler.Reconciler) -> None:
         while True:
@@ -331,9 +338,9 @@ class Process:
 class Complaints(logging.Handler):
     """Tracebacks that the operator logs: a bug that it survives is a bug."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: list[str]) -> None:
         super().__init__(level=logging.ERROR)
-        self.found: list[str] = []
+        self.found = found
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
