@@ -819,12 +819,16 @@ async def _quiet(world: World, length_s: float) -> str:
 
 async def _loop_of_failures(world: World) -> str:
     """A revision that never works is tried again for ever: so many writes an attempt, and none between two."""
+
+    def ledger() -> set[tuple[str, str]]:
+        groups = world.cr()["status"].get("groups", [])
+        return {(g["incarnation"], g.get("state", "Starting")) for g in groups}
+
     first, seen, before = world.process.writes, set(), None
     idle = False
     for _ in range(LOOP_S // 5):
         writes, foreign = world.process.writes, world.process.foreign_changes
-        groups = world.cr()["status"]["groups"]
-        now_there = {(g["incarnation"], g.get("state", "Starting")) for g in groups}
+        now_there = ledger()
         was_idle, idle = idle, now_there == before and all(state in ("Waiting", "Serving") for _, state in now_there)
         before = now_there
         seen |= {incarnation for incarnation, _ in now_there}
@@ -832,8 +836,7 @@ async def _loop_of_failures(world: World) -> str:
         if world.troubles:
             return world.troubles[0]
         written = world.process.writes - writes
-        still = {(g["incarnation"], g.get("state", "Starting")) for g in world.cr()["status"]["groups"]} == before
-        if idle and was_idle and still and foreign == world.process.foreign_changes and written:
+        if idle and was_idle and ledger() == before and foreign == world.process.foreign_changes and written:
             return f"{written} writes between two attempts: {world.cluster.trace[-3:]}"
     most = WRITES_PER_ATTEMPT * len(seen)
     written = world.process.writes - first
