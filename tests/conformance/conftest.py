@@ -101,6 +101,14 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def inherited() -> dict[str, str]:
+    """The environment of what a test starts.
+
+    Unbuffered, Python writes a line and its end one after the other, and messages of processes that share a log mix.
+    """
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 class Bed:
     """What one test starts."""
 
@@ -117,7 +125,7 @@ class Bed:
         with log.open("wb") as file:
             popen = subprocess.Popen(
                 argv,
-                env={**os.environ, **env},
+                env=inherited() | env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -209,7 +217,7 @@ class Release:
         self.emulated = RELEASES[name]
         self._popen = subprocess.Popen(
             [str(python), str(DRIVERS / "release.py")],
-            env={**os.environ, **env},
+            env=inherited() | env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(directory / f"{name}.log").open("w"),
@@ -259,7 +267,6 @@ class Vllm:
             "PYTHONPATH": os.pathsep.join(paths),
             "HOME": str(self._directory),
             "TMPDIR": str(scratch),
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

@@ -33,7 +33,7 @@ _printing = threading.Lock()
 
 def say(**fields: Any) -> None:
     with _printing:
-        print(json.dumps(fields) + "\n", end="", flush=True)  # in one piece: others write into the same file
+        print(json.dumps(fields), flush=True)
 
 
 class Config(SimpleNamespace):

@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 def say(**fields: Any) -> None:
-    print(json.dumps(fields) + "\n", end="", flush=True)  # in one piece: others write into the same file
+    print(json.dumps(fields), flush=True)
 
 
 def free_ports(count: int) -> list[int]:
