@@ -343,7 +343,8 @@ class Watchdog:
         most = self._seen_spec(process).failure_policy.max_restarts
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
-            if name not in before and most is not None and group.get("restarts", 0) > most:
+            begun = group.get("state", "Starting") == "Starting" and name not in before
+            if begun and before and most is not None and group.get("restarts", 0) > most:
                 raise BrokenError(f"group {group['index']} is tried again, maxRestarts is {most}: {group}")
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
                 spec = self._seen_spec(process)
