@@ -340,11 +340,11 @@ class Watchdog:
         before = self._ledger(obj["metadata"]["uid"])
         if any(f["reason"] == "EngineTooOld" and f.get("charged", True) for f in _failures(obj)):
             raise BrokenError("the attempt that shows the true version is charged")
-        most = self._seen_spec(process).failure_policy.max_restarts
         for group in obj["status"].get("groups", []):
             name = group["incarnation"]
             begun = group.get("state", "Starting") == "Starting" and name not in before
-            if begun and before and most is not None and group.get("restarts", 0) > most:
+            most = self._seen_spec(process).failure_policy.max_restarts if begun and before else None
+            if most is not None and group.get("restarts", 0) > most:
                 raise BrokenError(f"group {group['index']} is tried again, maxRestarts is {most}: {group}")
             if group.get("state") == "Stopping" and before.get(name, {}).get("state", "Starting") != "Stopping":
                 spec = self._seen_spec(process)
