@@ -27,7 +27,10 @@ DESCRIPTIONS = {
     "spec.pipelineParallelSize": "Stages of layers of one rank, each on devices of its own.",
     "spec.enableExpertParallel": "Spread the experts of an MoE model over all ranks instead of slicing each one.",
     "spec.startup.timeoutSeconds": "From release (all pods checked in) to Ready; past it the group has failed.",
-    "spec.startup.scheduleTimeoutSeconds": "For all pods to be scheduled; past it they are given back and tried again.",
+    "spec.startup.scheduleTimeoutSeconds": (
+        "For all pods to be scheduled, and then for a container that cannot start (image, mount); past it the group is "
+        "given back and tried again. A pull or an init container that goes on has timeoutSeconds."
+    ),
     "spec.failurePolicy.backoffSeconds": "Wait before the first new attempt; doubles with every charged failure in a row.",
     "spec.failurePolicy.maxBackoffSeconds": "Longest wait between attempts.",
     "spec.failurePolicy.stableSeconds": "A group that serves this long has no failures in a row any more.",
