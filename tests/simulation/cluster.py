@@ -153,6 +153,7 @@ class Cluster:
         self.injured: set[str] = set()
         self._lost_kinds: dict[str, set[str]] = {}  # incarnation -> kinds of objects that it can lose one of
         self._ended: set[str] = set()  # uids of pods whose engine has ended, reported or not
+        self.placed: dict[str, set[str]] = {}  # incarnation -> nodes that its pods came to
         self.relays: dict[str, Relay] = {}  # head pod uid ->
         self.numbers = itertools.count(1)
         self.changes = 0  # of objects, by whomever
@@ -409,7 +410,9 @@ class Cluster:
                 )
             self.after(1, 3, self._schedule, uid)
             return
-        pod = self._change(pod, spec=pod["spec"] | {"nodeName": self.chance.choice(free)})
+        node_name = self.chance.choice(free)
+        self.placed.setdefault(pod["metadata"]["labels"][naming.LABEL_INCARNATION], set()).add(node_name)
+        pod = self._change(pod, spec=pod["spec"] | {"nodeName": node_name})
         self.after(0.1, 0.5, self._on_node, pod, self._pull)
 
     def _pull(self, uid: str) -> None:

@@ -29,6 +29,7 @@ from tests.simulation.cluster import (
     UNPULLABLE,
     BrokenError,
     Cluster,
+    Node,
     Object,
     is_ready,
 )
@@ -129,6 +130,7 @@ class World:
         self.troubles: list[str] = []  # what has gone wrong that must never go wrong
         self.last_fault_ends = 0.0
         self.generation = 0
+        self.emptying_changed_at = 0.0  # which nodes are to be emptied, and who may say so
         self.draining: set[str] = set()  # nodes that a drain has to empty
 
     # --- the user ------------------------------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ class World:
 
     def edit(self, **changes: Any) -> None:
         """The user applies another spec; a plain nested dict is merged one level deep."""
+        self.emptying_changed_at = self.cluster.now
         for name, value in changes.items():
             old = self.spec.get(name)
             self.spec = self.spec | {name: {**old, **value} if isinstance(old, dict) else value}
@@ -171,6 +174,7 @@ class World:
     def annotate(self, name: str, value: str) -> None:
         """The user sets an annotation, which is no new generation."""
         self.annotations[name] = value
+        self.emptying_changed_at = self.cluster.now
         obj = self.cr()
         if obj:
             self.cluster.note(f"user sets {name} to {value!r}")
@@ -185,6 +189,10 @@ class World:
             self.edit(failurePolicy={"maxRestarts": None})
         else:
             self.annotate(naming.ANNOTATION_RESTART, str(self.chance.random()))
+
+    def cordon(self, node: Node, *, unschedulable: bool) -> None:
+        self.emptying_changed_at = self.cluster.now
+        self.cluster.cordon(node, unschedulable=unschedulable)
 
     # --- what faults hit -----------------------------------------------------------------------------------------------
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
@@ -225,7 +233,7 @@ class World:
             return f"generation {self.generation} was not observed"
         if any(g.state == "Stopping" for g in status.groups):
             return "groups are being taken away"
-        if self.given_up():
+        if self.given_up() and conditions["Accepted"].status == "True":
             if any(g.state != "Serving" and not self.is_given_up(g) for g in status.groups):
                 return "others are still tried"
             stalled = conditions["Stalled"]
@@ -337,6 +345,8 @@ class Watchdog:
 
     def before_status(self, process: Process, obj: Object) -> None:
         """Note which groups that are to go are known to serve: until they really go, more can become ready."""
+        if process.reconciler.cache.custom_resource((NAMESPACE, "web")) is None:
+            return  # the answer will be 404
         before = self._ledger(obj["metadata"]["uid"])
         if any(f["reason"] == "EngineTooOld" and f.get("charged", True) for f in _failures(obj)):
             raise BrokenError("the attempt that shows the true version is charged")
@@ -364,16 +374,14 @@ class Watchdog:
 
     def _emptied(self, process: Process, labels: dict[str, str]) -> None:
         """A group may be moved only off a node that is being emptied, and with policy Closed only where a person says so."""
-        cache = process.reconciler.cache
+        cache, cluster = process.reconciler.cache, self._world.cluster
+        if cluster.now < self._world.emptying_changed_at + 10:
+            return  # what the operator knew when it decided may just have changed
         named = cache.custom_resource((NAMESPACE, "web"))["metadata"]["annotations"]
         nodes = set(named.get(naming.ANNOTATION_DRAIN_NODES, "").split(","))
         if self._seen_spec(process).disruption.policy == "Managed":
             nodes |= {name for name, node in cache.nodes().items() if node.unschedulable}
-        if not any(
-            pod["spec"]["nodeName"] in nodes
-            for kind, pod in cache.owned(labels[naming.LABEL_UID])
-            if kind == "Pod" and pod["metadata"]["labels"][naming.LABEL_INCARNATION] == labels[naming.LABEL_INCARNATION]
-        ):
+        if not nodes & cluster.placed[labels[naming.LABEL_INCARNATION]]:
             raise BrokenError(
                 f"the budget of {labels[naming.LABEL_INCARNATION]} is opened, and no node is to be emptied"
             )
@@ -549,15 +557,15 @@ def _node_lost(world: World, chance: random.Random) -> None:
 def _cordon(world: World, chance: random.Random) -> None:
     node = chance.choice(list(world.cluster.nodes.values()))
     world.cluster.note(f"node {node.name} is cordoned")
-    world.cluster.cordon(node, unschedulable=True)
-    world.later(chance.choice((5, 100)), lambda: world.cluster.cordon(node, unschedulable=False))
+    world.cordon(node, unschedulable=True)
+    world.later(chance.choice((5, 100)), lambda: world.cordon(node, unschedulable=False))
 
 
 def _drain(world: World, chance: random.Random) -> None:
     """`kubectl drain`: cordon, then evict every pod every 5 s until all are gone. With Closed a person has to allow it."""
     node = chance.choice(list(world.cluster.nodes.values()))
     world.cluster.note(f"node {node.name} is drained")
-    world.cluster.cordon(node, unschedulable=True)
+    world.cordon(node, unschedulable=True)
     world.draining.add(node.name)
     world.later(600, lambda: None)
     gives_up_at = world.cluster.now + 550
@@ -574,7 +582,7 @@ def _drain(world: World, chance: random.Random) -> None:
         world.draining.discard(node.name)
         if not forgets:
             allow("")
-        world.cluster.cordon(node, unschedulable=False)
+        world.cordon(node, unschedulable=False)
 
     def turn() -> None:
         pods = [p for p in world.cluster.all("Pod") if p["spec"].get("nodeName") == node.name]
