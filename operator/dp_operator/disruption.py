@@ -16,14 +16,16 @@ from dp_operator.observe import Picture
 def emptied_nodes(cr: DataParallelDeployment, picture: Picture) -> set[str]:
     """Nodes that pods should be able to leave: the unschedulable ones and those an annotation names.
 
-    The annotation is how an administrator says it where the operator may not read nodes, and with policy Closed.
+    The annotation is how an administrator says it where the operator may not read nodes, and with policy Closed. A node
+    that is known to take pods is not being emptied, whatever the annotation says: what leaves it could come back.
     """
     policy = cr.spec.disruption.policy
     if policy == "Open":
         return set()
     named = cr.metadata.annotations.get(naming.ANNOTATION_DRAIN_NODES, "")
-    nodes = {name.strip() for name in named.split(",") if name.strip()}
-    return nodes if policy == "Closed" else nodes | unschedulable(picture)
+    cordoned = unschedulable(picture)
+    nodes = {name.strip() for name in named.split(",") if name.strip()} - (set(picture.nodes) - cordoned)
+    return nodes if policy == "Closed" else nodes | cordoned
 
 
 def unschedulable(picture: Picture) -> set[str]:

@@ -247,6 +247,19 @@ def test_a_closed_policy_opens_nothing_until_the_annotation_names_the_node():
     assert budget(world, 0) == 0
 
 
+def test_an_annotation_that_stays_after_the_drain_moves_no_group_that_has_come_back():
+    """With surge and maxUnavailable 0 successors were started without end, one after the other on the named node."""
+    world = serving(1, rollout={"maxSurge": 1, "maxUnavailable": 0})
+    world.nodes = {"n2": Node(name="n2")}
+    meta = msgspec.structs.replace(world.cr.metadata, annotations={naming.ANNOTATION_DRAIN_NODES: "n2"})
+    world.cr = msgspec.structs.replace(world.cr, metadata=meta)
+    world.reconcile()
+    assert states(world) == [(0, "Serving")]
+    world.nodes = {}  # an operator that may not read nodes has only the annotation
+    world.reconcile()
+    assert sorted(states(world)) == [(0, "Serving"), (0, "Starting")]
+
+
 def test_an_open_policy_has_no_budget_at_all():
     world = serving(1)
     world.change_spec(disruption={"policy": "Open"})
