@@ -15,6 +15,7 @@ place of one that was reported earlier.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -31,13 +32,16 @@ CAUSE_WAIT_S = 3.0
 CORRECTED_WITHIN_S = 5.0
 # So many logs of others that ended are read to find out who was first.
 _LOGS_OF_OTHERS = 3
+_KEPT_NODES = 8
 # Containers that are on their way, not stuck.
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing", "")
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 # Reasons of a failed pod that are nobody's fault: the kubelet makes room or shuts down. With any other the kubelet
 # would not even begin with the pod, and would say so again as often as it is asked.
 _REMOVALS = ("Evicted", "Preempting", "Terminated", "Shutdown", "NodeShutdown", "NodeLost")
-_OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN = range(5)
+_OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN, _AGAIN = range(6)
+# Neither a deletion nor another engine's end ends an engine like that. An abort may be a collective's watchdog.
+_OF_THE_KERNEL = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL")
 
 
 class Verdict(NamedTuple):
@@ -89,14 +93,8 @@ def unready_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> s
 
 def logs_wanted(verdict: Verdict, objects: IncarnationObjects) -> list[LogWanted]:
     """Which logs explain a failure; none where no engine of a pod that still exists has ended."""
-    if verdict.failure is None:
-        return []
-    own = _log_wanted(verdict.failure, objects)
-    others = [_log_wanted(other, objects) for other in verdict.others[:_LOGS_OF_OTHERS]]
-    return [
-        *([own] if own else []),
-        *(wanted._replace(instead=other) for wanted, other in zip(others, verdict.others, strict=False) if wanted),
-    ]
+    own = _log_wanted(verdict.failure, objects) if verdict.failure else None
+    return [own, *_logs_of_others(verdict.others, objects)] if own else []
 
 
 def _log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
@@ -105,6 +103,11 @@ def _log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | No
     if not failure.charged or pod is None or engine is None or _engine_end(pod) is None:
         return None
     return LogWanted(failure.incarnation, failure.pod, previous=engine.last_state.terminated is not None)
+
+
+def _logs_of_others(others: Iterable[Failure], objects: IncarnationObjects) -> list[LogWanted]:
+    wanted = [(_log_wanted(other, objects), other) for other in others]
+    return [log._replace(instead=other) for log, other in wanted if log][:_LOGS_OF_OTHERS]
 
 
 def with_logs(status: Status, read: list[tuple[LogWanted, str]]) -> Status:
@@ -119,70 +122,89 @@ def with_logs(status: Status, read: list[tuple[LogWanted, str]]) -> Status:
 def _with_logs(group: GroupStatus, read: list[tuple[LogWanted, str]]) -> GroupStatus:
     if not read or not group.last_failures:
         return group
-    known, *older = group.last_failures
-    found = msgspec.structs.replace(_told_by_logs(known, read), noticed_at=known.noticed_at)
-    tally = recounted(group.node_failures, known.node, found.node)
-    return msgspec.structs.replace(group, last_failures=[found, *older], node_failures=tally)
+    return corrected(group, _told_by_logs(group.last_failures[0], read))
+
+
+def corrected(entry: GroupStatus, found: Failure) -> GroupStatus:
+    """The entry with another cause of its newest failure: the books follow, the time of the notice stays."""
+    known, *older = entry.last_failures
+    tally = entry.node_failures
+    if known.node != found.node and tally.get(known.node):
+        tally = tally | {known.node: tally[known.node] - 1}
+        tally = tallied({node: count for node, count in tally.items() if count}, found.node)
+    found = msgspec.structs.replace(found, noticed_at=known.noticed_at)
+    return msgspec.structs.replace(entry, last_failures=[found, *older], node_failures=tally)
+
+
+def tallied(tally: dict[str, int], node: str) -> dict[str, int]:
+    """Charged failures by the node on which they began, with one more; the busiest are kept."""
+    if not node:
+        return tally
+    counted = tally | {node: tally.get(node, 0) + 1}
+    return dict(sorted(counted.items(), key=lambda item: (item[0] != node, -item[1]))[:_KEPT_NODES])
 
 
 def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
     own = next((text for wanted, text in read if wanted.instead is None), None)
     others = [(wanted.instead, text) for wanted, text in read if wanted.instead]
-    if own is None:
-        # They ended earlier than what is known and were reported later.
-        better = next((explained(other, text) for other, text in others if not symptoms.tells_of_another(text)), None)
-        return better or known
-    first = explained(known, own)
-    if known.signal or known.reason == "OutOfMemory" or not symptoms.tells_of_another(own):
+    first = known if own is None else explained(known, own)
+    weighed = known.first_error_lines if own is None else own
+    if symptoms.tells_of_itself(weighed):
         return first
     for other, text in others:
-        if text.strip() and not symptoms.tells_of_another(text):
+        if symptoms.tells_of_itself(text):
             return explained(other, text)
+    if own is None or not symptoms.tells_of_another(own):
+        return first
     words = f"{first.message}; its errors tell of another process's end, so it may not have been the first"
     return msgspec.structs.replace(first, message=words)
 
 
-def recounted(tally: dict[str, int], before: str, after: str) -> dict[str, int]:
-    """Charged failures by node, when the newest turns out to have begun on another node."""
-    if before == after or not after or not tally.get(before):
-        return tally
-    counted = tally | {before: tally[before] - 1, after: tally.get(after, 0) + 1}
-    return {node: count for node, count in counted.items() if count}
+def late_certain(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
+    """A kill by the kernel that was reported after what it had caused; None where there is none.
 
-
-def reported_late(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
-    """An end that explains the failure of a group that is being taken away better than the one that was reported first.
-
-    Only what ended before anything of the group was deleted counts: what ends later may be a consequence of that.
+    A group that is being taken away can have brought about what ended once its first member was deleted; but memory
+    does not run out by that, nor does the kernel stop a process with a signal of its own.
     """
     known = entry.last_failures[0] if entry.last_failures else None
-    noticed = seconds(known.noticed_at) if known else None
-    if known is None or noticed is None or known.incarnation != entry.incarnation or now > noticed + CORRECTED_WITHIN_S:
+    noticed = _may_be_corrected(entry, known, now)
+    if known is None or noticed is None:
         return None
-    if known.exit_code is None:
-        return None
-    known_class, known_at = _class_of(known), seconds(known.time) or now
-    found = []
-    for sign in _ends(entry, objects, now):
-        earlier = sign.at < known_at
-        if not sign.failure.charged or sign.failure.pod == known.pod or sign.at >= noticed:
-            continue
-        # Who is killed by the kernel or by a signal has not ended because others did.
-        certain = sign.klass < known_class and (sign.klass <= _SIGNAL or sign.at <= known_at)
-        if certain or (sign.klass == known_class and earlier):
-            found.append(sign)
+    before = (_class_of(known), seconds(known.time) or now)
+    found = [
+        sign
+        for sign in _ends(entry, objects, now)
+        if (sign.klass, sign.at) < before
+        and (sign.klass == _OOM or (sign.failure.signal in _OF_THE_KERNEL and sign.at < noticed))
+    ]
     return _first_of(found) if found else None
 
 
-def late_log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
-    """The log that decides whether a failure that was reported late takes the place of the known one, if one is needed."""
-    wanted = _log_wanted(failure, objects)
-    return wanted._replace(instead=failure) if wanted else None
+def late_logs(entry: GroupStatus, objects: IncarnationObjects, now: float) -> list[LogWanted]:
+    """Logs of engines that ended before anything was deleted, which may explain more than the log of the known cause."""
+    known = entry.last_failures[0] if entry.last_failures else None
+    noticed = _may_be_corrected(entry, known, now)
+    if known is None or noticed is None or not _doubtful(known):
+        return []
+    if symptoms.tells_of_itself(known.first_error_lines):
+        return []
+    ends = sorted(_ends(entry, objects, now), key=_order)
+    return _logs_of_others(
+        (s.failure for s in ends if _doubtful(s.failure) and s.at < noticed and s.failure.pod != known.pod), objects
+    )
 
 
-def is_certain(failure: Failure) -> bool:
-    """Whether an end cannot be the consequence of another engine's end, whatever its log says."""
-    return _class_of(failure) <= _SIGNAL
+def _may_be_corrected(entry: GroupStatus, known: Failure | None, now: float) -> float | None:
+    """When the failure of a group that is being taken away was noticed; None where its cause is settled."""
+    if known is None or not known.charged or known.incarnation != entry.incarnation:
+        return None
+    noticed = seconds(known.noticed_at)
+    return noticed if noticed is not None and now <= noticed + CORRECTED_WITHIN_S else None
+
+
+def _doubtful(failure: Failure) -> bool:
+    """Whether an engine may have ended like that because another had."""
+    return failure.exit_code is not None and _class_of(failure) != _OOM and failure.signal not in _OF_THE_KERNEL
 
 
 def _class_of(failure: Failure) -> int:
@@ -254,9 +276,9 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         at = seconds(failure.time) or now
         found.append(_Sign(klass, at, _with_rank(failure, firsts.get(pod.name))))
     if found:
-        others = [sign.failure for sign in sorted(found, key=_order) if sign.klass in (_ERROR, _CLEAN)]
-        first = _first_of(found)
-        return Verdict(first, others=tuple(other for other in others if other.pod != first.pod))
+        first, *others = sorted(found, key=_order)
+        doubtful = [sign.failure for sign in others if _doubtful(sign.failure)] if _doubtful(first.failure) else []
+        return Verdict(_first_of(found), others=tuple(doubtful))
     missing = [] if objects.head else [entry.head_pod]
     if objects.config_map is None and (entry.state == "Starting" or objects.rpc_service is None):
         # Containers that do not run yet need it; running ones have their copy, so of a group that serves it can be made
@@ -373,6 +395,8 @@ def _explain_end(pod: Pod, ended: Terminated, entry: GroupStatus, now: float, *,
     else:
         klass, reason, words = _CLEAN, "EngineExited", "exited with code 0, which for an engine is a failure too"
     message = ended.message
+    if symptoms.started_again(message):
+        klass = _AGAIN  # what had ended before is unknown: the kubelet remembers one end
     if reason == "EngineExited":
         reason = symptoms.reason(message) or reason
     # Only this attempt could show the true version, so it is not held against the group. The next one knows it.

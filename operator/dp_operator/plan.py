@@ -35,13 +35,14 @@ from dp_operator import disruption, naming, render, rollout, status, symptoms, v
 from dp_operator.api import DataParallelDeployment, Failure, GroupStatus, Stages, Status
 from dp_operator.failure import (
     LogWanted,
-    is_certain,
+    Verdict,
+    corrected,
     judge,
-    late_log_wanted,
+    late_certain,
+    late_logs,
     logs_wanted,
-    recounted,
-    reported_late,
     suspected_at,
+    tallied,
     unready_at,
 )
 from dp_operator.observe import AnyObject, IncarnationObjects, Picture, seconds, timestamp
@@ -51,7 +52,6 @@ _KEPT_FAILURES = 3
 _BEING_MADE = "objects are being made"
 # A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
 _STUCK_POD_S = 30.0
-_KEPT_NODES = 8
 _NO_STAGES = Stages()
 
 
@@ -414,7 +414,7 @@ def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Dr
         state="Stopping",
         restarts=restarts,
         last_failures=[failure, *entry.last_failures][:_KEPT_FAILURES],
-        node_failures=_tally(entry.node_failures, failure),
+        node_failures=tallied(entry.node_failures, failure.node) if failure.charged else entry.node_failures,
         next_attempt_at=None if given_up else timestamp(situation.now + _delay_s(situation, entry, failure, restarts)),
         waiting_for="",
     )
@@ -433,14 +433,6 @@ def _delay_s(situation: Situation, entry: GroupStatus, failure: Failure, restart
         before = sum(not f.charged and (seconds(f.time) or 0.0) >= since for f in entry.last_failures)
         return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** (before - 1))) if before else 0.0
     return float(min(policy.max_backoff_seconds, policy.backoff_seconds * 2 ** min(max(restarts - 1, 0), 20)))
-
-
-def _tally(before: dict[str, int], failure: Failure) -> dict[str, int]:
-    """Charged failures by the node on which they began; the busiest eight are kept."""
-    if not failure.charged or not failure.node:
-        return before
-    counted = before | {failure.node: before.get(failure.node, 0) + 1}
-    return dict(sorted(counted.items(), key=lambda item: (item[0] != failure.node, -item[1]))[:_KEPT_NODES])
 
 
 def _step_stopping(
@@ -477,22 +469,14 @@ def _step_stopping(
 
 
 def _correct_cause(situation: Situation, entry: GroupStatus, objects: IncarnationObjects, draft: _Draft) -> GroupStatus:
-    """Put an end that was reported late in the place of what it had caused, if it is certain; else its log decides."""
-    found = reported_late(entry, objects, situation.now)
+    """Put an end that was reported late in the place of what it had caused, if it is certain; else logs may do so."""
+    found = late_certain(entry, objects, situation.now)
     if not found:
+        draft.logs += late_logs(entry, objects, situation.now)
         return entry
-    known, *older = entry.last_failures
-    wanted = late_log_wanted(found, objects)
-    if not is_certain(found):
-        if wanted:
-            draft.logs.append(wanted)
-        return entry
-    found = replace(found, noticed_at=known.noticed_at)
-    if wanted:
-        draft.logs.append(wanted._replace(instead=None))
+    draft.logs += logs_wanted(Verdict(found), objects)
     draft.events.append(correction_event(entry, found))
-    tally = recounted(entry.node_failures, known.node, found.node)
-    return replace(entry, last_failures=[found, *older], node_failures=tally)
+    return corrected(entry, found)
 
 
 def _remembers(entry: GroupStatus) -> bool:

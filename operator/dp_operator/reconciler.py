@@ -44,7 +44,7 @@ from dp_operator.plan import (
 )
 from dp_operator.queue import FIRST_RETRY_S, LONGEST_RETRY_S, Queue
 from dp_operator.render import Settings
-from dp_operator.status import installed_version, is_progress, with_internal_error
+from dp_operator.status import bounded, installed_version, is_progress, with_internal_error
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ GOING_RECHECK_S = 1.0
 QUICK_ROUNDS = 8
 LONGEST_ROUND_S = 30.0
 LOG_TIMEOUT_S = 3.0
+KEPT_LOG = 100_000  # characters of a log that are kept in memory while its group is taken away
 RESYNC_S = 300.0
 # The first lists are made before the watches begin; what was deleted in between is found by this one.
 FIRST_RESYNC_S = 10.0
@@ -100,6 +101,7 @@ class Reconciler:
         self._obstacles: dict[str, dict[tuple[str, str], Obstacle]] = {}  # uid -> (kind, name) -> why
         self._refused: dict[str, str] = {}  # incarnation -> why
         self._blocked: dict[str, str] = {}  # incarnation -> why
+        self._logs_of_others: dict[str, dict[str, str]] = {}  # incarnation -> pod -> what was read
         self._applied: dict[tuple[str, str], tuple[str, int]] = {}  # (uid, kind/name) -> version after it, its intent
         self._rounds: dict[str, int] = {}  # uid -> reconciles in a row that acted
         self._entries: dict[str, set[str]] = {}  # uid -> incarnations in the ledger
@@ -354,6 +356,7 @@ class Reconciler:
         for incarnation in self._entries.get(uid, set()) - incarnations:
             self._refused.pop(incarnation, None)
             self._blocked.pop(incarnation, None)
+            self._logs_of_others.pop(incarnation, None)
         self._entries[uid] = incarnations
         if not incarnations:
             del self._entries[uid]
@@ -424,8 +427,10 @@ class Reconciler:
 
     async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
         """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
-        texts = await asyncio.gather(*(self._log(cr, wanted) for wanted in decided.logs))
-        explained = with_logs(decided.status, list(zip(decided.logs, texts, strict=True)))
+        if not decided.logs:
+            return decided
+        texts = await asyncio.gather(*(self._log_once(cr, wanted) for wanted in decided.logs))
+        explained = bounded(with_logs(decided.status, list(zip(decided.logs, texts, strict=True))))
         events = list(decided.events)
         for before, after in zip(decided.status.groups, explained.groups, strict=True):
             if before == after:
@@ -437,6 +442,15 @@ class Reconciler:
             elif before.last_failures[0].pod != after.last_failures[0].pod:
                 events.append(correction_event(after, after.last_failures[0]))
         return msgspec.structs.replace(decided, status=explained, events=events)
+
+    async def _log_once(self, cr: api.DataParallelDeployment, wanted: LogWanted) -> str:
+        """The log of an engine, of one that may only be a victim but once: its pod soon goes, and the log with it."""
+        if not wanted.instead:
+            return await self._log(cr, wanted)
+        known = self._logs_of_others.setdefault(wanted.incarnation, {})
+        if wanted.pod not in known:
+            known[wanted.pod] = (await self._log(cr, wanted))[-KEPT_LOG:]
+        return known[wanted.pod]
 
     async def _log(self, cr: api.DataParallelDeployment, wanted: LogWanted) -> str:
         """The log of an engine that ended, "" where it cannot be had in time: the head it may be of still has traffic."""

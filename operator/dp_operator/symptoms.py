@@ -65,11 +65,15 @@ _ERROR = re.compile(
 _HARMLESS = re.compile(r"^(\([^)]*\) *)*(DEBUG|INFO|WARNING|WARN)\b|^launch: | - (DEBUG|INFO|WARNING) - |\[[IW]\d{4} ")
 # By words, or because it is how a process ends that others have ended with.
 _POINTS_UP = re.compile(r"root cause|Engine core initialization failed|\b(CancelledError|KeyboardInterrupt)\b")
-# How an engine, or the front end that watches it, ends because another process has: of a collective, or of the other role.
+# How an engine ends because another has: in a collective, or as the front end that watches it.
 _OF_ANOTHER = re.compile(
-    r"Connection (was )?(closed|reset) by (the )?(remote )?peer|[Bb]roken pipe|ConnectionResetError|EngineDeadError|"
-    r"remote process (has )?exit|[Ss]ocket closed"
+    r"([Gg]loo|ProcessGroup|NCCL|RCCL|HCCL|TCPStore|c10d).{0,300}"
+    r"(Connection (was )?(closed|reset) by (remote )?peer|[Bb]roken pipe|remote process (has )?exit)|EngineDeadError|"
+    r"a remote process exiting"
 )
+# The launcher's or executor's word for a process of its own.
+_OWN_END = re.compile(r"\bdied unexpectedly\b")
+_AGAIN = re.compile(r"^not started: pod \S+ started again ")
 _FRAME = re.compile(r"^(\([^)]*\))?\s{2,}\S")
 
 
@@ -137,11 +141,27 @@ def _ends_traceback(line: str) -> bool:
     return re.search(r"(^|\] |^\([^)]*\) )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line) is not None
 
 
+def started_again(text: str) -> bool:
+    """Whether these are the last words of a launcher that was refused, because its group had begun without it."""
+    return _AGAIN.search(text) is not None
+
+
 def tells_of_another(text: str) -> bool:
     """Whether the errors that a log ends with only tell that another process has ended."""
+    errors = _exceptions(text)
+    return bool(errors) and all(_OF_ANOTHER.search(line) or _POINTS_UP.search(line) for line in errors)
+
+
+def tells_of_itself(text: str) -> bool:
+    """Whether a log ends with errors, and they are not only about another process's end."""
+    return bool(_exceptions(text)) and not tells_of_another(text)
+
+
+def _exceptions(text: str) -> list[str]:
+    """The lines of the errors that a log ends with that name the trouble."""
     lines = [line for burst in _last_bursts(text.splitlines()) for line in burst]
-    exceptions = [line for line in lines if _ends_traceback(line)] or [line for line in lines if _ERROR.search(line)]
-    return bool(exceptions) and all(_OF_ANOTHER.search(line) or _POINTS_UP.search(line) for line in exceptions)
+    named = [line for line in lines if _ends_traceback(line) or _OWN_END.search(line)]
+    return named or [line for line in lines if _ERROR.search(line)]
 
 
 def tail(text: str) -> str:

@@ -136,3 +136,44 @@ def test_a_kill_by_the_kernel_is_not_explained_away_by_the_log():
 def test_an_empty_log_changes_nothing():
     failure = Failure(reason="EngineExited", time="2026-01-01T00:00:00Z", log_tail="from the termination message")
     assert explained(failure, " \n") == failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERROR RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [198.18.1.2]:4000",
+        (
+            "ERROR torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or "
+            "there was a network error, NCCL version 2.21.5"
+        ),
+        "ERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+        "ERROR RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [198.18.1.2]:4000\n"
+        + LAST_WORDS,
+    ],
+)
+def test_a_log_of_an_engine_that_fell_because_of_another_is_known(text):
+    assert symptoms.tells_of_another(text)
+    assert not symptoms.tells_of_itself(text)
+    assert symptoms.tells_of_itself(ROOT_CAUSE + text), "its own trouble comes first"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A child of the same pod, killed.
+        (
+            "(EngineCore_DP0 pid=7) ERROR 11-30 16:00:09 [multiproc_executor.py:190] Worker proc VllmWorker-1 died unexpectedly\n"
+            "(APIServer pid=1) ERROR 11-30 16:00:10 [async_llm.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore"
+        ),
+        # A download, a client.
+        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+)
+def test_a_log_of_trouble_within_the_pod_is_not_taken_for_that_of_a_victim(text):
+    assert symptoms.tells_of_itself(text)
+
+
+def test_a_log_without_errors_tells_of_nothing():
+    assert not symptoms.tells_of_itself("INFO bye")
+    assert not symptoms.tells_of_another("INFO bye")
