@@ -157,6 +157,7 @@ class Obstacle(NamedTuple):
 
     reason: Literal["NameTaken", "ObjectRefused"]
     message: str
+    incarnation: str = ""  # whose object it would be; none for what lives as long as the custom resource
 
 
 class IncarnationObjects(Struct, frozen=True, kw_only=True, dict=True):

@@ -26,6 +26,7 @@ begun when a rollout is paused is finished; nothing more begins.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from typing import Any
 
 from msgspec import Struct
@@ -199,21 +200,37 @@ def plan(situation: Situation) -> Plan:
 
 
 def _without_obstacles(sequences: list[list[list[Action]]], picture: Picture) -> list[list[list[Action]]]:
-    """Leave out what cannot be made now, and what is empty."""
+    """Leave out what cannot be made now with the steps that need it, and what is empty."""
     result = []
     for sequence in sequences:
-        steps = [
-            [
-                action
-                for action in step
-                if not isinstance(action, Create)
-                or (action.manifest["kind"], action.manifest["metadata"]["name"]) not in picture.obstacles
-            ]
-            for step in sequence
-        ]
-        if any(steps):
-            result.append([step for step in steps if step])
+        steps = []
+        for step in sequence:
+            possible = [action for action in step if not _in_the_way(action, picture.obstacles)]
+            if possible:
+                steps.append(possible)
+            if holds_up(step, picture.obstacles):
+                break
+        if steps:
+            result.append(steps)
     return result
+
+
+def holds_up(step: list[Action], obstacles: Container[tuple[str, str]]) -> bool:
+    """Whether what comes after a step must wait, because something is in the way of it.
+
+    Pods would mount a stranger's ConfigMap. Only a budget can come later.
+    """
+    return any(
+        _in_the_way(action, obstacles) and action.manifest["kind"] != "PodDisruptionBudget"
+        for action in step
+        if isinstance(action, Create)
+    )
+
+
+def _in_the_way(action: Action, obstacles: Container[tuple[str, str]]) -> bool:
+    if not isinstance(action, Create):
+        return False
+    return (action.manifest["kind"], action.manifest["metadata"]["name"]) in obstacles
 
 
 def _short_note(note: str) -> str:
@@ -312,7 +329,14 @@ def _step_creating(
     if situation.errors or entry.revision != naming.revision(situation.cr.spec):
         # The spec that this half-made incarnation was begun with is gone or refused: it cannot be completed.
         return replace(entry, state="Stopping", waiting_for="", replaces="")
-    blocked = situation.picture.blocked.get(entry.incarnation)
+    blocked = situation.picture.blocked.get(entry.incarnation) or next(
+        (
+            f"{kind} {name}: {what.message}"
+            for (kind, name), what in situation.picture.obstacles.items()
+            if what.incarnation == entry.incarnation
+        ),
+        None,
+    )
     begun = seconds(objects.rpc_service.metadata.creation_timestamp) if objects and objects.rpc_service else None
     if blocked and begun is not None:
         # What exists of it already may hold places that others wait for.

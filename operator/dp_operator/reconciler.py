@@ -40,6 +40,7 @@ from dp_operator.plan import (
     Situation,
     correction_event,
     failure_event,
+    holds_up,
     plan,
 )
 from dp_operator.queue import FIRST_RETRY_S, LONGEST_RETRY_S, Queue
@@ -357,6 +358,9 @@ class Reconciler:
             self._refused.pop(incarnation, None)
             self._blocked.pop(incarnation, None)
             self._logs_of_others.pop(incarnation, None)
+        known = self._obstacles.get(uid, {})
+        for place in [p for p, what in known.items() if what.incarnation and what.incarnation not in incarnations]:
+            del known[place]
         self._entries[uid] = incarnations
         if not incarnations:
             del self._entries[uid]
@@ -513,6 +517,8 @@ class Reconciler:
                 if isinstance(result, BaseException):
                     raise result
             acted = acted or any(results)
+            if holds_up(step, self._obstacles.get(uid, {})):
+                break
         return acted
 
     async def _do(self, uid: str, action: Action) -> bool:
@@ -540,7 +546,7 @@ class Reconciler:
                 raise
             if error.status == 409 and error.reason == "AlreadyExists":
                 if kind in WATCHED:
-                    return await self._meet(uid, kind, meta["namespace"], meta["name"])
+                    return await self._meet(uid, manifest)
                 return True  # a PodGroup that an earlier try made: its name has the incarnation's id in it
             if error.status not in (400, 403, 422):
                 raise
@@ -556,12 +562,13 @@ class Reconciler:
                 self._refused[incarnation] = words
             else:
                 refusal = Obstacle("ObjectRefused", f"the API server refuses it: {error.message}")
-                self._obstacles.setdefault(uid, {})[kind, meta["name"]] = refusal
+                self._stand_before(uid, manifest, refusal)
         return True
 
-    async def _meet(self, uid: str, kind: str, namespace: str, name: str) -> bool:
-        """Look at an object that is in the way: ours and not heard of, one that is going away, or a stranger's."""
-        existing = await self._client.get(kind, namespace, name)
+    async def _meet(self, uid: str, manifest: dict[str, Any]) -> bool:
+        """Look at what is in the way of an object: it, unheard of; one that is going away; or a stranger's."""
+        kind, wanted = manifest["kind"], manifest["metadata"]
+        existing = await self._client.get(kind, wanted["namespace"], wanted["name"])
         meta = existing["metadata"]
         labels = meta.get("labels") or {}
         owners = {owner["uid"] for owner in meta.get("ownerReferences") or []}
@@ -574,8 +581,8 @@ class Reconciler:
             self._later(uid, GOING_RECHECK_S)
             return False
         words = "an object of this name exists that is not ours; rename or delete one of them"
-        self._obstacles.setdefault(uid, {})[kind, name] = Obstacle("NameTaken", words)
-        self._watch_stranger(uid, kind, namespace, name)
+        obstacle = Obstacle("NameTaken", words, wanted["labels"].get(naming.LABEL_INCARNATION, ""))
+        self._stand_before(uid, manifest, obstacle)
         return True
 
     def _later(self, uid: str, delay_s: float) -> None:
@@ -584,22 +591,28 @@ class Reconciler:
             if followed == uid:
                 self.queue.add_after(key, delay_s)
 
-    def _watch_stranger(self, uid: str, kind: str, namespace: str, name: str) -> None:
-        """Ask now and then whether the name is free. Until it is, the resource is not touched and its status stays."""
+    def _stand_before(self, uid: str, manifest: dict[str, Any], obstacle: Obstacle) -> None:
+        """Note what is in the way of an object, and ask now and then whether it still is.
+
+        Until it is not, the object is left alone and the status stays. A stranger may go; a quota or a policy that
+        refuses an object may be changed.
+        """
+        kind, meta = manifest["kind"], manifest["metadata"]
+        place = (kind, meta["name"])
+        self._obstacles.setdefault(uid, {})[place] = obstacle
 
         async def wait() -> None:
-            while (kind, name) in self._obstacles.get(uid, {}):
+            while self._obstacles.get(uid, {}).get(place) is obstacle:
                 await asyncio.sleep(STRANGER_RECHECK_S)
                 try:
-                    await self._client.get(kind, namespace, name)
-                except ApiError as error:
-                    if error.status == 404:
-                        self._obstacles.get(uid, {}).pop((kind, name), None)
-                        self._later(uid, 0.0)
-                except (aiohttp.ClientError, TimeoutError, OSError):
+                    await self._client.create(manifest, dry_run=True)
+                except (ApiError, aiohttp.ClientError, TimeoutError, OSError):
                     continue
+                if self._obstacles.get(uid, {}).get(place) is obstacle:
+                    del self._obstacles[uid][place]
+                    self._later(uid, 0.0)
 
-        self._start(wait(), f"{kind} {namespace}/{name} is a stranger's")
+        self._start(wait(), f"{kind} {meta['namespace']}/{meta['name']} cannot be made")
 
     async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]

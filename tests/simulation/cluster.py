@@ -159,6 +159,10 @@ class Cluster:
         self.changes = 0  # of objects, by whomever
         self.addresses = itertools.count(1)
         self.quota_pods: int | None = None
+        self.refusing: set[str] = set()  # kinds of which a quota takes no more
+        self.terminating = False  # the namespace
+        self.squatters: set[str] = set()  # kinds: somebody makes the next one of them first, under its name
+        self.strangers: list[Object] = []  # what they made, as it must stay
         self.images_mended = False  # images that could not be pulled can be now
         self.slow_next_group = False
         self.trace: list[str] = []
@@ -241,15 +245,51 @@ class Cluster:
             if owners and all(owner["uid"] not in self.by_uid for owner in owners):
                 self.delete(obj["kind"], obj["metadata"]["name"], obj["metadata"]["uid"])
 
+    def forget_namespace(self, then: Callable[[], None]) -> None:
+        """Somebody deletes the namespace: everything goes, in any order, and nothing new is taken from now on."""
+        self.terminating = True
+
+        def sweep(kind: str, uid: str) -> None:
+            obj = self.found(uid)
+            self.strangers = [stranger for stranger in self.strangers if stranger is not obj]
+            if obj and kind == "Pod":
+                self.delete(kind, obj["metadata"]["name"], uid)
+            elif obj:
+                self._drop(obj)
+
+        def look() -> None:
+            if any(kind != "Node" for kind, _ in self.objects):
+                self.loop.call_later(2, look)
+            else:
+                self.note("the namespace is gone")
+                then()
+
+        late_s = self.chance.choice((3.0, 60.0))  # until the custom resource's turn comes, at most
+        for kind, name in self.objects:
+            if kind != "Node":
+                uid = self.objects[kind, name]["metadata"]["uid"]
+                self.after(0.5, late_s if kind == KIND else 5.0, sweep, kind, uid)
+        self.loop.call_later(2, look)
+
+    def _squat(self, manifest: Object) -> None:
+        """Somebody was faster and made an object of this name."""
+        self.squatters -= {manifest["kind"]}
+        meta = {"name": manifest["metadata"]["name"], "namespace": NAMESPACE, "labels": {}}
+        spec = manifest.get("spec", {}) | {"selector": {"app": "theirs"}}
+        if manifest["kind"] == "Service":
+            spec["clusterIP"] = f"198.19.9.{next(self.addresses) % 250}"
+        elif manifest["kind"] == "PodDisruptionBudget":
+            spec["selector"] = {"matchLabels": {"app": "theirs"}}
+        stranger = {"kind": manifest["kind"], "metadata": meta, "spec": spec}
+        self.strangers.append(self._store(manifest["kind"], stranger, "ADDED"))
+        self.note(f"a stranger has {manifest['kind']} {meta['name']}")
+
     # --- what the API server offers --------------------------------------------------------------------------------
     def create(self, manifest: Object) -> Object:
         kind, meta = manifest["kind"], manifest["metadata"]
-        if (kind, meta["name"]) in self.objects:
-            raise ApiError(409, "AlreadyExists", f"{kind} {meta['name']} already exists")
-        if kind == "Pod" and self.quota_pods is not None and len(self.all("Pod")) >= self.quota_pods:
-            raise ApiError(403, "Forbidden", "exceeded quota: pods")
-        if kind in ("Pod", "StatefulSet"):
-            self._admit(manifest)
+        if kind in self.squatters and (kind, meta["name"]) not in self.objects:
+            self._squat(manifest)
+        self.admit(manifest)
         if kind == "Service":
             manifest = manifest | {"spec": manifest["spec"] | {"clusterIP": self._address(manifest)}}
         obj = self._store(kind, manifest, "ADDED")
@@ -261,7 +301,27 @@ class Cluster:
             self.after(0.05, 0.5, self._fill_set, obj["metadata"]["uid"])
         return obj
 
-    def _admit(self, manifest: Object) -> None:
+    def take_event(self) -> Object:
+        self._in_namespace("event")
+        return {}
+
+    def _in_namespace(self, what: str) -> None:
+        if self.terminating:
+            words = f"unable to create new content in namespace {NAMESPACE} because it is being terminated"
+            raise ApiError(403, "Forbidden", f"{what} is forbidden: {words}")
+
+    def admit(self, manifest: Object) -> None:
+        """Refuse what cannot be made now. That is all that a dry run does."""
+        kind, meta = manifest["kind"], manifest["metadata"]
+        self._in_namespace(f"{kind} {meta['name']}")
+        if (kind, meta["name"]) in self.objects:
+            raise ApiError(409, "AlreadyExists", f"{kind} {meta['name']} already exists")
+        if kind == "Pod" and self.quota_pods is not None and len(self.all("Pod")) >= self.quota_pods:
+            raise ApiError(403, "Forbidden", "exceeded quota: pods")
+        if kind in self.refusing:
+            raise ApiError(403, "Forbidden", f"exceeded quota: count/{kind.lower()}s")
+        if kind not in ("Pod", "StatefulSet"):
+            return
         pod = manifest["spec"] if manifest["kind"] == "Pod" else manifest["spec"]["template"]["spec"]
         image = pod["containers"][0]["image"]
         if image.rpartition(":")[2].startswith(INVALID):
@@ -352,7 +412,8 @@ class Cluster:
         start = owner["spec"]["ordinals"]["start"]
         name = owner["metadata"]["name"]
         for ordinal in range(start, start + owner["spec"]["replicas"]):
-            if ("Pod", f"{name}-{ordinal}") in self.objects:
+            there = self.objects.get(("Pod", f"{name}-{ordinal}"))
+            if there and there["metadata"].get("ownerReferences"):
                 continue
             pod = {
                 "kind": "Pod",
@@ -428,6 +489,8 @@ class Cluster:
             self.after(4, 8, self._on_node, pod, self._pull)
         elif ("ConfigMap", config) not in self.objects:
             self.after(1, 2, self._on_node, pod, self._pull)
+        elif naming.LABEL_UID not in self.objects["ConfigMap", config]["metadata"]["labels"]:
+            raise BrokenError(f"pod {pod['metadata']['name']} mounts what a stranger has made")
         else:
             self.after(0.3, 3.0, self._on_node, pod, self._run)
 

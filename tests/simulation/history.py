@@ -41,6 +41,7 @@ PATIENCE_S = 4000.0  # from the last fault to rest, at most
 MOST_RELEASES = 4  # of groups that are given up: what ends them may strike once more
 LOOP_S = 300  # how long a revision that never works is looked at
 WRITES_PER_ATTEMPT = 40
+ATTEMPTS_IN_VAIN = 60  # and one a second: to write into a namespace that is being deleted
 QUIET_S = 900.0  # how long nothing may be written at rest: longer than two resyncs
 
 
@@ -138,6 +139,8 @@ class World:
         return self.cluster.objects.get((KIND, "web"))
 
     def make(self) -> None:
+        if self.cluster.terminating:
+            return  # refused
         self.generation += 1
         self.cluster._store(
             KIND,
@@ -201,7 +204,10 @@ class World:
         self.cluster.loop.call_later(delay, action, *args)
 
     def pods(self) -> list[Object]:
-        return [p for p in self.cluster.all("Pod") if not p["metadata"].get("deletionTimestamp")]
+        return [p for p in self.ours("Pod") if not p["metadata"].get("deletionTimestamp")]
+
+    def ours(self, *kinds: str) -> list[Object]:
+        return [o for kind in kinds for o in self.cluster.all(kind) if naming.LABEL_UID in o["metadata"]["labels"]]
 
     def misbehaves(self) -> bool:
         """Whether the image is one that never works."""
@@ -221,7 +227,9 @@ class World:
         """Why the history has not come to its end; empty at rest."""
         obj = self.cr()
         if obj is None:
-            left = [place for place in self.cluster.objects if place[0] != "Node"]
+            theirs = {obj["metadata"]["uid"] for obj in self.cluster.strangers}
+            objects = self.cluster.objects.items()
+            left = [place for place, o in objects if place[0] != "Node" and o["metadata"]["uid"] not in theirs]
             return f"left behind: {left}" if left else ""
         status = api.decode(obj).status
         spec = self.spec
@@ -233,6 +241,8 @@ class World:
             return f"generation {self.generation} was not observed"
         if any(g.state == "Stopping" for g in status.groups):
             return "groups are being taken away"
+        if conditions["Stalled"].reason == "NameTaken":
+            return self._name_taken(conditions["Stalled"].message, status)
         if self.given_up() and conditions["Accepted"].status == "True":
             if any(g.state != "Serving" and not self.is_given_up(g) for g in status.groups):
                 return "others are still tried"
@@ -247,7 +257,7 @@ class World:
         ready = conditions["Ready"]
         if ready.status != "True" and not (spec.get("suspend") and ready.reason == "Suspended"):
             return f"not Ready: {ready.reason}: {ready.message}"
-        heads = [p for p in self.cluster.all("Pod") if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD]
+        heads = [p for p in self.ours("Pod") if p["metadata"]["labels"][naming.LABEL_ROLE] == naming.HEAD]
         if len(heads) != wanted or not all(is_ready(head) for head in heads):
             return f"{len(heads)} heads for {wanted} groups"
         if self.draining:
@@ -265,6 +275,24 @@ class World:
         if len(status.groups) != wanted:
             return f"{len(status.groups)} ledger entries for {wanted} groups"
         return ""
+
+    def _name_taken(self, message: str, status: api.Status) -> str:
+        """A stranger is named as long as it is there and has a name that is wanted."""
+        there = [o["metadata"]["name"] for o in self.cluster.strangers if self.cluster.found(o["metadata"]["uid"])]
+        wanted = ("web", *(f"web-{g.index}-{g.incarnation}" for g in status.groups))
+        if any(name in message and (name == "web" or name.startswith(wanted[1:])) for name in there):
+            return ""
+        return f"of strangers there are {there}, of incarnations {wanted}, and what is said is: {message}"
+
+    def strangers_go(self, kind: str) -> None:
+        """They must be as they came."""
+        for stranger in self.cluster.strangers:
+            if stranger["kind"] == kind:
+                if self.cluster.found(stranger["metadata"]["uid"]) is not stranger:
+                    self.troubles.append(f"a stranger was touched: {stranger}")
+                else:
+                    self.cluster._drop(stranger)
+        self.cluster.strangers = [o for o in self.cluster.strangers if o["kind"] != kind]
 
 
 class Watchdog:
@@ -305,7 +333,7 @@ class Watchdog:
         spec = self._seen_spec(process)
         surge = share(spec.rollout.max_surge, spec.replicas, up=True)
         alive: dict[str, int] = {}
-        for pod in self._world.cluster.all("Pod"):
+        for pod in self._world.ours("Pod"):
             its = pod["metadata"]["labels"]
             if its[naming.LABEL_UID] != labels[naming.LABEL_UID] or self._world.cluster.out_of_reach(pod):
                 continue
@@ -320,6 +348,8 @@ class Watchdog:
 
     def before_delete(self, process: Process, obj: Object) -> None:
         labels = obj["metadata"]["labels"]
+        if naming.LABEL_UID not in labels:
+            raise BrokenError(f"a stranger's {obj['kind']} {obj['metadata']['name']} is deleted")
         incarnation = labels.get(naming.LABEL_INCARNATION)
         if incarnation is None:
             return
@@ -337,7 +367,7 @@ class Watchdog:
         mine = labels[naming.LABEL_INCARNATION]
         self._emptied(process, labels)
         if any(head["metadata"]["labels"][naming.LABEL_INCARNATION] == mine for head in self._serving(process, labels)):
-            budgets = self._world.cluster.all("PodDisruptionBudget")
+            budgets = self._world.ours("PodDisruptionBudget")
             exposed = {
                 b["metadata"]["labels"][naming.LABEL_INCARNATION] for b in budgets if not b["spec"]["minAvailable"]
             }
@@ -493,6 +523,15 @@ def _clock_step(world: World, chance: random.Random) -> None:
 
 
 def _quota(world: World, chance: random.Random) -> None:
+    if chance.random() < 0.4:
+        kind = chance.choice(("Service", "ConfigMap", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy"))
+        world.cluster.refusing.add(kind)
+        world.cluster.note(f"a quota takes no {kind}")
+        world.later(chance.choice((5, 40, 150)), world.cluster.refusing.discard, kind)
+        children = world.ours(kind)
+        if children:
+            world.cluster._drop(chance.choice(children))
+        return
     world.cluster.quota_pods = chance.randrange(world.history.size * world.history.replicas + 1)
     world.later(chance.choice((5, 40, 150)), setattr, world.cluster, "quota_pods", None)
 
@@ -517,7 +556,7 @@ def _pod_deleted(world: World, chance: random.Random) -> None:
 
 def _child_deleted(world: World, chance: random.Random) -> None:
     kinds = ("StatefulSet", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
-    children = [o for kind in kinds for o in world.cluster.all(kind)]
+    children = world.ours(*kinds)
     if children:
         child = chance.choice(children)
         world.cluster.note(f"somebody deletes {child['kind']} {child['metadata']['name']}")
@@ -525,7 +564,7 @@ def _child_deleted(world: World, chance: random.Random) -> None:
 
 
 def _child_edited(world: World, chance: random.Random) -> None:
-    children = [o for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy") for o in world.cluster.all(kind)]
+    children = world.ours("Service", "PodDisruptionBudget", "NetworkPolicy")
     if children:
         child = chance.choice(children)
         edited = child["spec"] | ({"minAvailable": 0} if "minAvailable" in child["spec"] else {"selector": {"a": "b"}})
@@ -674,6 +713,52 @@ def _recreate(world: World, chance: random.Random) -> None:
         world.later(chance.choice((0.1, 2, 20)), lambda: world.cr() or world.make())
 
 
+def _stranger(world: World, chance: random.Random) -> None:
+    """The name of a child that is made next is somebody else's."""
+    kind = chance.choice(("Service", "NetworkPolicy", "ConfigMap", "PodDisruptionBudget", "StatefulSet", "Pod"))
+    world.cluster.squatters.add(kind)
+    kept = world.cluster.objects.get((kind, "web"))
+    if kept and chance.random() < 0.5:
+        world.cluster._drop(kept)
+    elif chance.random() < 0.5:
+        _engine_ends(world, chance)
+    stays = chance.random() < 0.15
+
+    def go() -> None:
+        world.cluster.squatters.discard(kind)
+        if not stays:
+            world.strangers_go(kind)
+
+    world.later(chance.choice((20, 100, 300)), go)
+
+
+def _namespace_goes(world: World, chance: random.Random) -> None:
+    """Everything goes, the resource at some time too; meanwhile nothing new is taken. Often it is made anew after."""
+    if world.cluster.terminating:
+        return
+    world.cluster.note("the namespace is deleted")
+    began, attempts = world.cluster.now, world.process.attempts
+    again = chance.random() < 0.7
+    over = False
+
+    def gone() -> None:
+        nonlocal over
+        over = True
+        most = ATTEMPTS_IN_VAIN + (world.cluster.now - began)
+        if world.process.attempts - attempts > most:
+            world.troubles.append(f"{world.process.attempts - attempts} writes were tried in a namespace that goes")
+        if again:
+            world.cluster.terminating = False
+            world.make()
+
+    def wait() -> None:
+        if not over:
+            world.later(5, wait)
+
+    world.cluster.forget_namespace(gone)
+    wait()
+
+
 def _deaf_monitor(world: World, chance: random.Random) -> None:
     relays = list(world.cluster.relays.values())
     if relays:
@@ -738,6 +823,8 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "pause": _pause,
     "restart": _restart,
     "recreate": _recreate,
+    "stranger": _stranger,
+    "namespace goes": _namespace_goes,
     "deaf monitor": _deaf_monitor,
     "unready head": _unready_head,
 }

@@ -59,6 +59,7 @@ class FakeClient:
         if weather.errors:
             code = weather.errors.pop()
             raise ApiError(code, "Injected", "injected", 2.0 if code == 429 else None)
+        self._process.attempts += write
         changes = self._cluster.changes
         answer = act()
         self._process.own_changes += self._cluster.changes - changes
@@ -109,13 +110,13 @@ class FakeClient:
         kind = manifest["kind"]
         if kind == "Event":
             self._cluster.note(f"event {manifest['reason']}: {manifest['note']}")
-            return await self._request(dict)
+            return await self._request(self._cluster.take_event)
 
         def act() -> Object:
             if kind in ("Pod", "StatefulSet") and self._cluster.now < self._weather.webhook_down_until:
                 raise ApiError(500, "InternalError", 'Internal error occurred: failed calling webhook "pods.policy"')
             if dry_run:
-                self._cluster._admit(manifest)
+                self._cluster.admit(manifest)
                 return manifest
             self._process.watchdog.before_create(self._process, manifest)
             self._cluster.note(f"create {kind} {manifest['metadata']['name']}")
@@ -215,6 +216,7 @@ class Process:
         self.chance = chance
         self.alive = False
         self.writes = 0
+        self.attempts = 0  # writes that came to the API server, whatever it said
         self.status_writes = 0
         self.own_changes = 0  # of objects in the cluster
         self.reconciler: reconciler.Reconciler | None = None

@@ -116,6 +116,13 @@ FOUND = {
         unavailable="34%",
         faults=(Fault(0.24, "clock step", 233151222), Fault(50.99, "restart", 341157285)),
     ),
+    "a Service that a quota had refused was not made when the quota took it again": replace(
+        PLAIN, faults=(Fault(50.13, "quota", 540271020),)
+    ),
+    "pods were made that mounted a stranger's ConfigMap": replace(PLAIN, faults=(Fault(18.26, "stranger", 36250942),)),
+    "a stranger was spoken of although its name was that of an attempt long gone": replace(
+        PLAIN, faults=(Fault(1.0, "stranger", 23), Fault(20.0, "new image", 1))
+    ),
 }
 
 
@@ -206,6 +213,41 @@ def tells_the_time(monkeypatch):
     monkeypatch.setattr(reconciler, "plan", talkative)
 
 
+def adopts_strangers(monkeypatch):
+    async def adopt(mine, uid, manifest):
+        kind, wanted = manifest["kind"], manifest["metadata"]
+        found = await mine._client.get(kind, wanted["namespace"], wanted["name"])
+        mine.cache.revive(kind, found | {"metadata": wanted | found["metadata"] | {"labels": wanted["labels"]}})
+        return True
+
+    monkeypatch.setattr(reconciler.Reconciler, "_meet", adopt)
+
+
+def mounts_what_a_stranger_made(monkeypatch):
+    monkeypatch.setattr(reconciler, "holds_up", lambda step, obstacles: False)
+    monkeypatch.setattr(plan, "holds_up", lambda step, obstacles: False)
+
+
+def remembers_strangers_for_ever(monkeypatch):
+    prune = reconciler.Reconciler._prune
+
+    def keep(mine, uid, incarnations):
+        known = dict(mine._obstacles.get(uid, {}))
+        prune(mine, uid, incarnations)
+        if known:
+            mine._obstacles[uid] = known
+
+    monkeypatch.setattr(reconciler.Reconciler, "_prune", keep)
+
+
+def never_waits(monkeypatch):
+    def at_once(queue, key, *, at_least_s=0.0):
+        queue.add_after(key, 0.05)
+        return 0.05
+
+    monkeypatch.setattr(reconciler.Queue, "retry", at_once)
+
+
 # What is wrong with the operator -> who breaks it so, the fault that shows it, more about the history, and the
 # words in which it is found.
 BREAKAGES = {
@@ -239,6 +281,30 @@ BREAKAGES = {
         {"replicas": 1},
         "writes between two attempts",
     ),
+    "an object of a stranger is taken for one of ours": (
+        adopts_strangers,
+        Fault(30.0, "stranger", 0),
+        {},
+        "a stranger",
+    ),
+    "pods are made that mount a stranger's ConfigMap": (
+        mounts_what_a_stranger_made,
+        Fault(0.0, "stranger", 0),
+        {},
+        "mounts what a stranger has made",
+    ),
+    "a stranger is spoken of when nobody wants its name any more": (
+        remembers_strangers_for_ever,
+        Fault(0.0, "stranger", 23),
+        {},
+        "what is said is",
+    ),
+    "a namespace that is going away is written to without a pause": (
+        never_waits,
+        Fault(30.0, "namespace goes", 0),
+        {},
+        "in a namespace that goes",
+    ),
 }
 
 
@@ -249,7 +315,7 @@ def test_an_operator_that_is_broken_is_found_out(monkeypatch, breaks, fault, mor
     found = []
     for more_pick in range(20):  # whatever the next change of the model makes of the first one
         faults = (fault._replace(pick=fault.pick + 7919 * more_pick),)
-        found.append(run(replace(PLAIN, faults=faults, **more)).wrong)
+        found.append(run(replace(PLAIN, seed=PLAIN.seed + more_pick, faults=faults, **more)).wrong)
         if words in found[-1]:
             return
     raise AssertionError(found)

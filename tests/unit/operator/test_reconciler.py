@@ -64,7 +64,13 @@ class Server:
 
     async def create(self, manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
-        if kind == "Event" or dry_run:
+        if kind == "Event":
+            return manifest
+        if dry_run:
+            if ("create", kind) in self.refuse:
+                raise self.refuse["create", kind]
+            if (kind, name) in self.objects:
+                raise ApiError(409, "AlreadyExists", "exists")
             return manifest
         self._may("create", kind, name)
         if (kind, name) in self.objects:
@@ -263,7 +269,7 @@ async def test_a_taken_name_is_said_once_and_asked_about_without_writing(server:
     assert server.condition("Stalled")["reason"] == "NameTaken"
     server.calls.clear()
     await asyncio.sleep(600)
-    assert not [line for line in server.calls if not line.startswith("get ")], "only questions"
+    assert not server.calls, "only questions"
     del server.objects["Service", "web"]
     await asyncio.sleep(60)
     assert server.condition("Stalled")["status"] == "False"
@@ -310,6 +316,43 @@ async def test_a_refused_policy_is_tried_again_when_the_spec_changes_and_not_bef
     await asyncio.sleep(5)
     assert ("NetworkPolicy", "web") in server.objects
     assert server.condition("Stalled")["status"] == "False"
+
+
+async def test_a_service_that_a_quota_refused_is_made_once_the_quota_takes_it(server: Server, made: Reconciler):
+    server.refuse["create", "Service"] = ApiError(403, "Forbidden", "exceeded quota: services")
+    show(made, server.resource(replicas=0))
+    await asyncio.sleep(300)
+    assert "exceeded quota" in server.condition("Stalled")["message"]
+    server.refuse.clear()
+    await asyncio.sleep(60)
+    assert ("Service", "web") in server.objects
+    assert server.condition("Stalled")["status"] == "False"
+
+
+async def test_pods_are_not_made_while_a_stranger_has_the_name_of_their_config_map(server: Server, made: Reconciler):
+    """They would mount what somebody else wrote."""
+    create = server.create
+    strangers: list[str] = []
+
+    async def squatted(manifest: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "ConfigMap" and not strangers:
+            strangers.append(name)
+            meta = {"name": name, "namespace": "ns", "uid": "x", "labels": {}}
+            server.objects["ConfigMap", name] = {"kind": "ConfigMap", "metadata": meta}
+        return await create(manifest, dry_run=dry_run)
+
+    server.create = squatted  # type: ignore[method-assign]
+    show(made, server.resource())
+    await asyncio.sleep(30)
+    (taken,) = strangers
+    assert server.condition("Stalled")["reason"] == "NameTaken"
+    assert taken in server.condition("Stalled")["message"]
+    assert not [name for kind, name in server.objects if kind in ("Pod", "StatefulSet")]
+    del server.objects["ConfigMap", taken]
+    await asyncio.sleep(60)
+    assert server.condition("Stalled")["status"] == "False"
+    assert [name for kind, name in server.objects if kind == "Pod"]
 
 
 async def lose_the_rpc_service(server: Server, made: Reconciler) -> tuple[str, str]:
