@@ -87,7 +87,8 @@ def run_engine(config: EngineConfig) -> int:
         core.serve()
     except Exception as failure:
         # vLLM's engines tell every front end before they die of an exception; a signal or exit tells nobody.
-        logs.error(f"EngineCore encountered a fatal error: {type(failure).__name__}: {failure}")
+        logs.error("EngineCore encountered a fatal error.")
+        logs.error(f"{type(failure).__name__}: {failure}")
         core.tell_dead()
         context.destroy(linger=4000)
         return 1

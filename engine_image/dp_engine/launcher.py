@@ -141,7 +141,7 @@ def _serve_headless(options: Options, launch: Launch) -> int:
         if stopper.requested:
             logs.info("Headless launcher: stopping engines")
         else:
-            logs.error(f"Engine core proc(s) ended: {processes.finished(engines)}; stopping the others")
+            logs.error(f"Engine core proc(s) died unexpectedly: {processes.finished(engines)}; stopping the others")
     finally:
         processes.stop(engines, grace_s=options.shutdown_timeout_s + _stop_grace_s(options))
     return 0

@@ -67,7 +67,7 @@ def _send_flag(peer: socket.socket, *, flag: bool, rank: int) -> None:
     try:
         peer.sendall(b"\x01" if flag else b"\x00")
     except OSError as failure:
-        raise GroupBrokenError(f"connection to rank {rank} lost: {failure}") from failure
+        raise GroupBrokenError(f"[gloo] Connection reset by peer: rank {rank}: {failure}") from failure
 
 
 def _receive_flag(peer: socket.socket, *, rank: int, wake_fd: int, deadline: float) -> bool | None:
@@ -79,9 +79,9 @@ def _receive_flag(peer: socket.socket, *, rank: int, wake_fd: int, deadline: flo
         try:
             data = peer.recv(1)
         except OSError as failure:
-            raise GroupBrokenError(f"connection to rank {rank} lost: {failure}") from failure
+            raise GroupBrokenError(f"[gloo] Connection reset by peer: rank {rank}: {failure}") from failure
         if not data:
-            raise GroupBrokenError(f"connection closed by rank {rank}")
+            raise GroupBrokenError(f"[gloo] Connection closed by peer: rank {rank}")
         return data == b"\x01"
     if events:
         return None

@@ -65,14 +65,15 @@ _ERROR = re.compile(
 _HARMLESS = re.compile(r"^(\([^)]*\) *)*(DEBUG|INFO|WARNING|WARN)\b|^launch: | - (DEBUG|INFO|WARNING) - |\[[IW]\d{4} ")
 # By words, or because it is how a process ends that others have ended with.
 _POINTS_UP = re.compile(r"root cause|Engine core initialization failed|\b(CancelledError|KeyboardInterrupt)\b")
-# How an engine ends because another has: in a collective, or as the front end that watches it.
-_OF_ANOTHER = re.compile(
+# How an engine ends because another has, in a collective; and how the front end does that watches an engine.
+_OF_A_PEER = re.compile(
     r"([Gg]loo|ProcessGroup|NCCL|RCCL|HCCL|TCPStore|c10d).{0,300}"
-    r"(Connection (was )?(closed|reset) by (remote )?peer|[Bb]roken pipe|remote process (has )?exit)|EngineDeadError|"
+    r"(Connection (was )?(closed|reset) by (remote )?peer|[Bb]roken pipe|remote process (has )?exit)|"
     r"a remote process exiting"
 )
-# The launcher's or executor's word for a process of its own.
-_OWN_END = re.compile(r"\bdied unexpectedly\b")
+_OF_AN_ENGINE = re.compile(r"EngineDeadError")
+# What a launcher or an executor says of a process of its own, whatever that died of.
+_DIED = re.compile(r"\bdied unexpectedly\b")
 _AGAIN = re.compile(r"^not started: pod \S+ started again ")
 _FRAME = re.compile(r"^(\([^)]*\))?\s{2,}\S")
 
@@ -137,8 +138,11 @@ def _only_points_up(burst: list[str]) -> bool:
 
 
 def _ends_traceback(line: str) -> bool:
-    """Whether a line is the exception itself; vLLM puts process name and time before every line."""
-    return re.search(r"(^|\] |^\([^)]*\) )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line) is not None
+    """Whether a line is the exception itself; vLLM puts process name, time and place before every line."""
+    return (
+        re.search(r"(^|\] |^\([^)]*\) |\d\d:\d\d:\d\d )[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line)
+        is not None
+    )
 
 
 def started_again(text: str) -> bool:
@@ -147,21 +151,26 @@ def started_again(text: str) -> bool:
 
 
 def tells_of_another(text: str) -> bool:
-    """Whether the errors that a log ends with only tell that another process has ended."""
-    errors = _exceptions(text)
-    return bool(errors) and all(_OF_ANOTHER.search(line) or _POINTS_UP.search(line) for line in errors)
+    """Whether the errors that a log ends with only tell that another pod's process has ended."""
+    lines = _last_errors(text)
+    named = [line for line in lines if _ends_traceback(line)] or [line for line in lines if _ERROR.search(line)]
+    if not named or not all(_of_others(line) for line in named):
+        return False
+    # A process of the pod itself, killed, leaves no error of its own: only that of the one that watched it.
+    return any(_OF_A_PEER.search(line) for line in named) or not any(_DIED.search(line) for line in lines)
+
+
+def _of_others(line: str) -> bool:
+    return any(pattern.search(line) for pattern in (_OF_A_PEER, _OF_AN_ENGINE, _POINTS_UP))
 
 
 def tells_of_itself(text: str) -> bool:
-    """Whether a log ends with errors, and they are not only about another process's end."""
-    return bool(_exceptions(text)) and not tells_of_another(text)
+    """Whether a log ends with errors, and they are not only about another pod's end."""
+    return any(_ERROR.search(line) for line in _last_errors(text)) and not tells_of_another(text)
 
 
-def _exceptions(text: str) -> list[str]:
-    """The lines of the errors that a log ends with that name the trouble."""
-    lines = [line for burst in _last_bursts(text.splitlines()) for line in burst]
-    named = [line for line in lines if _ends_traceback(line) or _OWN_END.search(line)]
-    return named or [line for line in lines if _ERROR.search(line)]
+def _last_errors(text: str) -> list[str]:
+    return [line for burst in _last_bursts(text.splitlines()) for line in burst]
 
 
 def tail(text: str) -> str:

@@ -165,6 +165,7 @@ def test_a_log_of_an_engine_that_fell_because_of_another_is_known(text):
             "(EngineCore_DP0 pid=7) ERROR 11-30 16:00:09 [multiproc_executor.py:190] Worker proc VllmWorker-1 died unexpectedly\n"
             "(APIServer pid=1) ERROR 11-30 16:00:10 [async_llm.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore"
         ),
+        "(EngineCore_DP0 pid=7) ERROR 11-30 16:00:09 Engine core proc(s) died unexpectedly: {'EngineCore_DP1': -9}; stopping",
         # A download, a client.
         "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
         "BrokenPipeError: [Errno 32] Broken pipe",
