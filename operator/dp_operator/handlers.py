@@ -12,6 +12,8 @@ from dp_operator.cache import NODE, WATCHED
 from dp_operator.client import RESOURCES, credentials
 from dp_operator.naming import LABEL_MANAGED_BY, MANAGER
 
+WATCH_RETRY_S = 3
+
 Seen = Callable[[str, dict[str, Any]], None]
 
 
@@ -47,6 +49,8 @@ def settings() -> kopf.OperatorSettings:
     chosen.scanning.disabled = True
     chosen.posting.enabled = False
     chosen.process.ultimate_exiting_timeout = 25
+    # kopf's own waits grow to 21 s: so long pods would go unseen after the API server is back. As patient in all.
+    chosen.networking.error_backoffs = (0.5, 1, 1, *[WATCH_RETRY_S] * 18)
     for kind in WATCHED:
         version, plural = RESOURCES[kind]
         chosen.watching.label_selectors[version, plural] = f"{LABEL_MANAGED_BY}={MANAGER}"

@@ -72,11 +72,11 @@ class Queue(Generic[K]):
         heapq.heappush(self._heap, (due, self._count, key))
         self._wake.set()
 
-    def retry(self, key: K, *, at_least_s: float = 0.0) -> float:
+    def retry(self, key: K, *, at_least_s: float = 0.0, at_most_s: float = LONGEST_RETRY_S) -> float:
         """Handle a failed key again after its back-off; returns the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay: float = max(at_least_s, min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**failures))
+        delay: float = max(at_least_s, min(at_most_s, FIRST_RETRY_S * 2**failures))
         self.add_after(key, delay)
         return delay
 

@@ -57,6 +57,8 @@ STRANGER_RECHECK_S = 30.0
 GOING_RECHECK_S = 1.0
 QUICK_ROUNDS = 8
 LONGEST_ROUND_S = 30.0
+# Where nobody answers, a try costs nobody anything, and no event may come that ends the wait once somebody does.
+UNREACHABLE_RETRY_S = 3.0
 LOG_TIMEOUT_S = 3.0
 KEPT_LOG = 100_000  # characters of a log that are kept in memory while its group is taken away
 RESYNC_S = 300.0
@@ -205,7 +207,7 @@ class Reconciler:
                 RECONCILES.labels(result="error").inc()
                 log.warning("%s/%s: %s; next try in %.1f s", *key, error, delay)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                delay = self.queue.retry(key)
+                delay = self.queue.retry(key, at_most_s=UNREACHABLE_RETRY_S)
                 RECONCILES.labels(result="error").inc()
                 log.warning("%s/%s: API server: %r; next try in %.1f s", *key, error, delay)
             except Exception as error:

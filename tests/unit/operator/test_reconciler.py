@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 
-from dp_operator import api, naming, observe
+from dp_operator import api, handlers, naming, observe
 from dp_operator.client import ApiError
 from dp_operator.plan import Plan, Situation, plan
 from dp_operator.reconciler import Reconciler
@@ -220,6 +221,34 @@ async def test_a_dead_head_loses_its_traffic_however_slow_logs_events_and_webhoo
     assert set(due) <= set(server.calls)
     await asyncio.sleep(200)
     assert posted.count("GroupFailed") == 4, "late is not lost"
+
+
+@pytest.mark.parametrize("away_s", [10, 50, 200])
+async def test_a_failure_that_could_not_be_written_down_is_seconds_after_the_api_server_is_back(
+    server: Server, made: Reconciler, away_s: float
+):
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    put_status, away = server.put_status, True
+
+    async def not_while_away(obj: dict[str, Any]) -> dict[str, Any]:
+        if away:
+            raise aiohttp.ClientConnectionError("connection refused")
+        return await put_status(obj)
+
+    server.put_status = not_while_away  # type: ignore[method-assign]
+    due = end_heads(server, made)
+    await asyncio.sleep(away_s)
+    away = False
+    await asyncio.sleep(5)
+    assert set(due) <= set(server.calls)
+
+
+async def test_watches_begin_again_seconds_after_the_api_server_is_back_and_are_as_patient_as_kopfs():
+    tries = handlers.settings().networking.error_backoffs
+    assert isinstance(tries, tuple)
+    assert max(tries) <= 3
+    assert sum(tries) >= 54
 
 
 async def test_an_event_is_posted_although_what_follows_it_is_refused(server: Server, made: Reconciler):
