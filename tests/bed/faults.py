@@ -46,11 +46,20 @@ def signal_rank(space: Space, pod: str, number: int) -> float:
 
 def kill_engine(space: Space, bed: Bed | KindCluster, pod: str) -> float:
     """SIGKILL for the container's first process."""
+    return _signal_engine(space, bed, pod, "SIGKILL")
+
+
+def freeze_engine(space: Space, bed: Bed | KindCluster, pod: str) -> float:
+    """SIGSTOP for the container's first process: it takes connections, answers none, and heeds no SIGTERM."""
+    return _signal_engine(space, bed, pod, "SIGSTOP")
+
+
+def _signal_engine(space: Space, bed: Bed | KindCluster, pod: str, name: str) -> float:
     found = space.get("pods", pod)
     assert "running" in engine_state(found)
     (container,) = [one["containerID"] for one in found["status"]["containerStatuses"] if one["name"] == "engine"]
     at = time.time()
-    bed.kill_container(found["spec"]["nodeName"], container.partition("://")[2])
+    bed.signal_container(found["spec"]["nodeName"], container.partition("://")[2], name)
     return at
 
 
@@ -60,16 +69,22 @@ def delete_pod(space: Space, pod: str) -> float:
     return at
 
 
-def preferring(node: str, *, head_on: str) -> Any:
-    """Changes of a spec that put workers on a node as long as it can take them, and the head on another."""
-    name = "kubernetes.io/hostname"
-    wish = {"matchExpressions": [{"key": name, "operator": "In", "values": [node]}]}
-    preferred = [{"weight": 100, "preference": wish}]
-    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
-    return {
-        "template": {"spec": {"affinity": affinity}},
-        "headTemplate": {"spec": {"nodeSelector": {name: head_on}}},
-    }
+def on_node(node: str, home: str, *, head: bool = False) -> Any:
+    """Changes of a spec that put one member on a node, at home if that takes no pods any more, and the others at home.
+
+    No other node will do: it may be struck by another fault, of which nobody knows yet.
+    """
+
+    def among(*names: str) -> Any:
+        return {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]}
+
+    def bound(*names: str, **more: Any) -> Any:
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [among(*names)]}}
+        return {"spec": {"affinity": {"nodeAffinity": required | more}}}
+
+    wish = {"weight": 100, "preference": among(node)}
+    moves, stays = bound(node, home, preferredDuringSchedulingIgnoredDuringExecution=[wish]), bound(home)
+    return {"template": stays, "headTemplate": moves} if head else {"template": moves, "headTemplate": stays}
 
 
 def _told(space: Space, pod: str, program: str) -> float:

@@ -21,7 +21,9 @@ def kill_process(cluster: Cluster, bed: Bed | KindCluster) -> float:
         for container in pod["status"].get("containerStatuses", []):
             if "running" in container["state"]:
                 with contextlib.suppress(BedError):  # it may have ended by itself meanwhile
-                    bed.kill_container(pod["spec"]["nodeName"], container["containerID"].partition("://")[2])
+                    bed.signal_container(
+                        pod["spec"]["nodeName"], container["containerID"].partition("://")[2], "SIGKILL"
+                    )
     return at
 
 

@@ -13,13 +13,14 @@ class Recovery(NamedTuple):
     fault: str
     named: str  # the failure's reason; empty where nothing is a failure
     named_after_s: float | None
+    begun_after_s: float | None  # the next incarnation: the one before has ended, and the back-off is over
     ready_after_s: float
     cold_start_s: float  # of the same group in the same run
-    waited_s: float = 0.0  # on purpose: the back-off, or until a silent node is believed lost
+    waited_s: float = 0.0  # the back-off, and the time in which nobody could know of the fault or do anything
 
     @property
     def ratio(self) -> float:
-        """Recovery without what was waited on purpose, in cold starts."""
+        """Recovery without what had to be waited for, in cold starts."""
         return (self.ready_after_s - self.waited_s) / self.cold_start_s
 
 
@@ -34,19 +35,22 @@ class Table:
 
     def markdown(self) -> str:
         lines = [
-            "| fault | named as | after | Ready after | of which waiting on purpose | own cold start | rest : cold start |",
-            "|---|---|---|---|---|---|---|",
+            "| fault | named as | after | next begins after | Ready after | of which waiting | own cold start | rest : cold start |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for row in self.rows:
             named = f"`{row.named}`" if row.named else "–"
-            after = "–" if row.named_after_s is None else f"{row.named_after_s:.1f} s"
-            waited = f"{row.waited_s:.1f} s" if row.waited_s else "–"
             lines.append(
-                f"| {row.fault} | {named} | {after} | {row.ready_after_s:.1f} s | {waited} "
-                f"| {row.cold_start_s:.1f} s | {row.ratio:.2f} |"
+                f"| {row.fault} | {named} | {_seconds(row.named_after_s)} | {_seconds(row.begun_after_s)} "
+                f"| {_seconds(row.ready_after_s)} | {_seconds(row.waited_s or None)} "
+                f"| {_seconds(row.cold_start_s)} | {row.ratio:.2f} |"
             )
         return "\n".join(lines)
 
     def save(self) -> None:
         if self.rows:
             show("faults", self.markdown())
+
+
+def _seconds(number: float | None) -> str:
+    return "–" if number is None else f"{number:.1f} s"

@@ -177,9 +177,9 @@ class Bed:
         """The command line that runs a program in the node's network namespace."""
         return network.inside(network.namespace(_own(name)), argv)
 
-    def kill_container(self, name: str, container: str) -> None:
-        """SIGKILL for a container's first process; its id is the one that the pod's status has."""
-        containers.ctr(_own(name), "tasks", "kill", "--signal", "SIGKILL", container)
+    def signal_container(self, name: str, container: str, signal: str) -> None:
+        """A signal for a container's first process; the container's id is the one that the pod's status has."""
+        containers.ctr(_own(name), "tasks", "kill", "--signal", signal, container)
 
     def log(self, process: str) -> str:
         """What a process has written."""

@@ -129,9 +129,9 @@ class KindCluster:
         """Not on kind."""
         raise BedError(f"Cannot start {process} on kind; use the embedded bed (DP_CLUSTER=embedded).")
 
-    def kill_container(self, name: str, container: str) -> None:
-        """SIGKILL for a container's first process; its id is the one that the pod's status has."""
-        self._exec(name, ["ctr", "-n", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container])
+    def signal_container(self, name: str, container: str, signal: str) -> None:
+        """A signal for a container's first process; the container's id is the one that the pod's status has."""
+        self._exec(name, ["ctr", "-n", "k8s.io", "tasks", "kill", "--signal", signal, container])
 
     def images_on(self, name: str) -> dict[str, str]:
         """References of the node's images and the digests they stand for."""
