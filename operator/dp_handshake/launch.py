@@ -39,6 +39,7 @@ WAIT_S = 10.0
 SAY_EVERY_S = 10.0
 PROBE_TIMEOUT_S = 2.0
 TELL_FOR_S = 10.0
+PRESTOP_CONNECT_S = 1.3  # a packet that was lost is sent again after a second
 
 
 def read_plan() -> dict[str, Any]:
@@ -466,6 +467,7 @@ def prestop(seconds: float) -> int:
     The head's API is no sign of that: vLLM closes its port first and then lets requests finish, among them some that no
     rank has heard of yet. The monitor is a sidecar, which the kubelet stops once the engine has ended.
     """
+    import select
     import socket
     import time
 
@@ -475,15 +477,20 @@ def prestop(seconds: float) -> int:
         return 0  # never released: there is no engine to protect
     _, port = monitor_address(read_plan(), "worker")
     failures = 0
-    while time.monotonic() < end:
+    while failures < 2 and time.monotonic() < end:
+        pause_s = min(0.5, max(0.0, end - time.monotonic()))
         try:
-            socket.create_connection((head, port), timeout=2).close()
-            failures = 0
+            with socket.create_connection((head, port), timeout=PRESTOP_CONNECT_S) as connection:
+                failures = 0
+                # Open until the next look: it tells the end of the monitor, whose address may be gone a moment later,
+                # and there nobody refuses a connection.
+                if select.select([connection], [], [], pause_s)[0]:
+                    failures, pause_s = 1, 0.1
+                else:
+                    pause_s = 0.0
         except OSError:
             failures += 1
-            if failures == 2:
-                return 0
-        time.sleep(min(0.5, max(0.0, end - time.monotonic())))
+        time.sleep(pause_s)
     return 0
 
 

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from dp_handshake.messages import CheckIn, Fill, LaunchPlan, Versioned, WorkerSe
 SOURCE = Path(__file__).resolve().parents[3] / "operator" / "dp_handshake" / "launch.py"
 STDLIB_39 = {
     "os",
+    "select",
     "sys",
     "json",
     "re",
@@ -359,6 +361,26 @@ def test_a_worker_outlives_the_head_which_closes_its_api_first_and_no_longer_tha
     server.server.shutdown()
     server.server.server_close()
     assert finish(process, within_s=10)[0] == 0
+
+
+def test_a_worker_does_not_wait_long_for_a_head_whose_address_is_gone_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says no there: a connection is simply never made."""
+    ours, theirs = socket.socketpair()
+    connections = iter([ours])
+
+    def connect(_: object, timeout: float) -> socket.socket:
+        for connection in connections:
+            return connection
+        time.sleep(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(launch, "remembered_head", lambda: "192.0.2.1")
+    monkeypatch.setattr(launch, "read_plan", lambda: {"monitorHost": "192.0.2.2"})
+    threading.Timer(0.2, theirs.close).start()
+    started = time.monotonic()
+    assert launch.prestop(60) == 0
+    assert 0.2 <= time.monotonic() - started < 3
 
 
 def test_a_worker_that_was_never_released_stops_at_once(tmp_path: Path) -> None:
