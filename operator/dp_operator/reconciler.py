@@ -128,7 +128,18 @@ class Reconciler:
         else:
             key = self.cache.put(kind, obj)
         if key:
+            if kind == "Pod" and self._is_news_of_an_end(key, obj):
+                self._held_until.pop(obj["metadata"]["labels"].get(naming.LABEL_UID), None)
             self.queue.add(key)
+
+    def _is_news_of_an_end(self, key: Key, pod: dict[str, Any]) -> bool:
+        """Whether an engine has ended whose group has not failed yet, so that the ledger may be written at once."""
+        statuses = (pod.get("status") or {}).get("containerStatuses") or []
+        if not any(status["name"] == "engine" and status.get("state", {}).get("terminated") for status in statuses):
+            return False
+        incarnation = pod["metadata"]["labels"].get(naming.LABEL_INCARNATION)
+        groups = ((self.cache.custom_resource(key) or {}).get("status") or {}).get("groups") or []
+        return any(group["incarnation"] == incarnation and group.get("state") != "Stopping" for group in groups)
 
     def _gone(self, kind: str, obj: dict[str, Any]) -> None:
         """Follow up a DELETED event, which may also mean that an object lost the label that we watch by."""
@@ -295,7 +306,9 @@ class Reconciler:
         if decided.status != cr.status:
             progress = is_progress(cr.status, decided.status)
             age_s = _monotonic() - self._status_written.get(uid, float("-inf"))
-            delay_s = (PROGRESS_INTERVAL_S if progress else STATUS_INTERVAL_S) - age_s
+            # A group goes once, so this cannot become a storm; and what its pods tell of the cause may be gone in a second.
+            interval_s = 0.0 if _goes(cr.status, decided.status) else STATUS_INTERVAL_S
+            delay_s = (PROGRESS_INTERVAL_S if progress else interval_s) - age_s
             if delay_s > 0:
                 self.queue.add_after(key, delay_s + PAST_S)
                 if not progress:
@@ -693,6 +706,12 @@ class Reconciler:
             await self._client.create(body)
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
+
+
+def _goes(before: api.Status, after: api.Status) -> bool:
+    """Whether another group is to be taken away: it may have failed, and its head may have traffic."""
+    going = {entry.incarnation for entry in before.groups if entry.state == "Stopping"}
+    return any(entry.state == "Stopping" and entry.incarnation not in going for entry in after.groups)
 
 
 def _monotonic() -> float:

@@ -223,6 +223,19 @@ async def test_a_dead_head_loses_its_traffic_however_slow_logs_events_and_webhoo
     assert posted.count("GroupFailed") == 4, "late is not lost"
 
 
+async def test_a_failure_is_written_at_once_although_the_status_has_just_been_written(server: Server, made: Reconciler):
+    """A container that is started again in its place takes the cause with it within a second."""
+    show(made, server.resource())
+    await asyncio.sleep(5)
+    server.calls.clear()
+    show(made, server.resource(replicas=2, generation=2))
+    await asyncio.sleep(0.1)
+    assert "status" in server.calls
+    due = end_heads(server, made)
+    await asyncio.sleep(0.1)
+    assert set(due) & set(server.calls)
+
+
 @pytest.mark.parametrize("away_s", [10, 50, 200])
 async def test_a_failure_that_could_not_be_written_down_is_seconds_after_the_api_server_is_back(
     server: Server, made: Reconciler, away_s: float
