@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -31,7 +31,8 @@ class Queue(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._count = 0
         self._failures: dict[K, int] = {}
-        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None  # to the earliest of the due times
+        self._waiting: deque[asyncio.Future[None]] = deque()  # idle workers; one is woken for each key
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -57,7 +58,7 @@ class Queue(Generic[K]):
             self._again.add(key)
         elif key not in self._ready:
             self._ready[key] = asyncio.get_running_loop().time()
-            self._wake.set()
+            self._wake_one()
 
     def add_after(self, key: K, delay_s: float) -> None:
         """Handle the key after delay_s, or earlier if it is already due earlier."""
@@ -70,7 +71,7 @@ class Queue(Generic[K]):
         self._due[key] = due
         self._count += 1
         heapq.heappush(self._heap, (due, self._count, key))
-        self._wake.set()
+        self._set_timer()
 
     def retry(self, key: K, *, at_least_s: float = 0.0, at_most_s: float = LONGEST_RETRY_S) -> float:
         """Handle a failed key again after its back-off; returns the delay in seconds."""
@@ -93,20 +94,44 @@ class Queue(Generic[K]):
 
     async def get(self) -> K:
         """Wait for the next key; the caller must call done() with it."""
-        while True:
-            now = asyncio.get_running_loop().time()
-            while self._heap and self._heap[0][0] <= now + _TICK_S:
-                due, _, key = heapq.heappop(self._heap)
-                if self._due.get(key) == due:  # otherwise it was moved or added meanwhile
-                    self.add(key)
-            if self._ready:
-                key, _ = self._ready.popitem(last=False)
-                self._active[key] = now
-                return key
-            self._wake.clear()
-            timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._wake.set) if self._heap else None
+        loop = asyncio.get_running_loop()
+        while not self._ready:
+            waiter = loop.create_future()
+            self._waiting.append(waiter)
             try:
-                await self._wake.wait()
-            finally:
-                if timer:
-                    timer.cancel()
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._wake_one()  # it was this worker's turn
+                raise
+        key, _ = self._ready.popitem(last=False)
+        self._active[key] = loop.time()
+        return key
+
+    def _wake_one(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            if self._timer.when() == self._heap[0][0]:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._move_due)
+
+    def _move_due(self) -> None:
+        """Add the keys whose time has come, and wait for the next."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        while self._heap:
+            due, _, key = self._heap[0]
+            current = self._due.get(key) == due  # otherwise it was moved or added meanwhile
+            if current and due > now + _TICK_S:
+                self._set_timer()
+                return
+            heapq.heappop(self._heap)
+            if current:
+                self.add(key)
