@@ -11,6 +11,7 @@ Objects are never changed in place: a change makes a new dictionary, so that a w
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import random
@@ -83,7 +84,7 @@ class Relay:
     def head_ranks(self) -> int:
         return self.plan["sizeLocal"] if self.plan["headPlacement"] == "Colocated" else 0
 
-    @property
+    @functools.cached_property
     def pods(self) -> dict[str, list[int]]:
         """Every pod of the group -> its ranks."""
         local = self.plan["sizeLocal"]

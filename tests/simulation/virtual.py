@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import itertools
 from typing import Any
@@ -21,6 +22,19 @@ class FranticError(Exception):
 _TURNS = 60_000  # of the loop in one run; a long history needs 10,000
 
 
+class _Handle(asyncio.TimerHandle):
+    """What asyncio needs of a handle, and no more."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: tuple[Any, ...], context: Any) -> None:
+        self._when, self._callback, self._args, self._context = when, callback, args, context
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+
 class Loop(asyncio.BaseEventLoop):
     """asyncio without sockets. `time()` begins at 0, where floats are fine enough; the world's clock adds START.
 
@@ -31,8 +45,9 @@ class Loop(asyncio.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._turns = 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._numbers = itertools.count()
+        self._plain = contextvars.copy_context()
 
     def finish(self) -> None:
         """End what still runs, and close."""
@@ -47,11 +62,16 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now
 
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = _Handle(self._now, callback, args, context or self._plain)
+        self._ready.append(handle)
+        return handle
+
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Handle(when, callback, args, context or self._plain)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -60,7 +80,7 @@ class Loop(asyncio.BaseEventLoop):
         if self._turns > _TURNS:
             raise FranticError
         timers, ready = self._timers, self._ready
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not ready and not self._stopping:
             if not timers:
@@ -70,7 +90,7 @@ class Loop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 try:
                     handle._context.run(handle._callback, *handle._args)
                 except Exception as error:
