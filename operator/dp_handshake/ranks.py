@@ -31,13 +31,14 @@ def format_ranks(ranks: Iterable[int], *, max_chars: int = 1024) -> str:
     return ",".join(kept) + f",…+{len(ordered) - shown}"
 
 
-def parse_ranks(text: str) -> set[int]:
+@functools.lru_cache(maxsize=64)
+def parse_ranks(text: str) -> frozenset[int]:
     """Inverse of format_ranks for strings that were not cut. Raises ValueError on anything else."""
     ranks: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         ranks.update(range(int(first), int(last or first) + 1))
-    return ranks
+    return frozenset(ranks)
 
 
 @functools.lru_cache(maxsize=4096)

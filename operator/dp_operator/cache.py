@@ -13,7 +13,7 @@ from typing import Any
 
 from dp_operator import naming
 from dp_operator.api import KIND
-from dp_operator.observe import Decoded, Node, decode
+from dp_operator.observe import Node, Placed, place
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # namespace and name of a custom resource
@@ -30,7 +30,7 @@ class Cache:
     def __init__(self) -> None:
         self._objects: dict[str, dict[tuple[str, str], Object]] = {kind: {} for kind in (KIND, *WATCHED)}
         self._owned: dict[str, dict[tuple[str, str], Object]] = {}  # uid of owner -> (kind, name) -> object
-        self._decoded: dict[str, tuple[Object, Decoded]] = {}  # uid -> the object and what it was decoded to
+        self._placed: dict[str, tuple[Object, Placed | None]] = {}  # uid -> the object and what it is
         self._nodes: dict[str, Node] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # uids
 
@@ -45,12 +45,12 @@ class Cache:
         """(kind, object) of everything labelled with a custom resource's uid."""
         return [(kind, obj) for (kind, _), obj in self._owned.get(uid, {}).items()]
 
-    def decoded(self, kind: str, obj: Object) -> Decoded:
-        """An object of this cache, decoded once: a group of thousands is looked at with every rank that moves."""
+    def placed(self, kind: str, obj: Object) -> Placed | None:
+        """What an object of this cache is, told once: a group of thousands is looked at with every rank that moves."""
         uid = obj["metadata"]["uid"]
-        known = self._decoded.get(uid)
+        known = self._placed.get(uid)
         if known is None or known[0] is not obj:
-            known = self._decoded[uid] = (obj, decode(kind, obj))
+            known = self._placed[uid] = (obj, place(kind, obj))
         return known[1]
 
     def nodes(self) -> dict[str, Node]:
@@ -146,7 +146,7 @@ class Cache:
         return {obj["metadata"]["uid"] for obj in self._objects[kind].values()}
 
     def _forget(self, kind: str, place: tuple[str, str], obj: Object) -> None:
-        self._decoded.pop(obj["metadata"]["uid"], None)
+        self._placed.pop(obj["metadata"]["uid"], None)
         owner = _owner(obj)
         if owner and owner in self._owned:
             self._owned[owner].pop((kind, place[1]), None)

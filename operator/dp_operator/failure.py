@@ -257,6 +257,7 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
     released = seconds(entry.released_at)
     found = _ends(entry, objects, now)
     ended = {sign.failure.pod for sign in found}
+    complete_at = _members_complete_at(entry, objects)
     for pod in objects.pods:
         made = seconds(pod.metadata.creation_timestamp)
         if pod.name in ended:
@@ -268,7 +269,7 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         elif picture.lost(pod):
             words = f"is on node {pod.spec.node_name}, whose kubelet has fallen silent"
             klass, failure = _OUTSIDE, _outside("NodeLost", pod, words, entry, now)
-        elif made is not None and made > _members_complete_at(entry, objects):
+        elif made is not None and made > complete_at:
             words = "was deleted from outside and made again; it cannot join its group"
             klass, failure = _OUTSIDE, _outside("PodDeleted", pod, words, entry, now)
         else:
@@ -285,10 +286,11 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         # again, as long as the Service still tells the address that is in it.
         missing.append("the ConfigMap")
     if objects.plan:
-        missing += sorted({ws.name for ws in objects.plan.workers} - set(objects.stateful_sets))
+        missing += sorted(ws.name for ws in objects.plan.workers if ws.name not in objects.stateful_sets)
     if not missing and entry.scheduled_at and released is not None:
         # All pods were seen once, so one that is not there now is gone.
-        missing = [name for name in firsts if name not in {pod.name for pod in objects.pods}]
+        here = {pod.name for pod in objects.pods}
+        missing = [name for name in firsts if name not in here]
     if missing:
         pod_name = next((name for name in missing if name in firsts), "")
         return Verdict(
@@ -342,13 +344,10 @@ def _members_complete_at(entry: GroupStatus, objects: IncarnationObjects) -> flo
 
 def _was_rejected(pod: Pod) -> bool:
     """Whether the kubelet refused to begin with a pod, such as for devices that it does not have after all."""
+    if pod.status.phase != "Failed" or pod.status.reason in ("", *_REMOVALS) or pod.metadata.deletion_timestamp:
+        return False
     disrupted = pod.condition("DisruptionTarget")
-    return (
-        pod.status.phase == "Failed"
-        and pod.status.reason not in ("", *_REMOVALS)
-        and not pod.metadata.deletion_timestamp
-        and not (disrupted and disrupted.status == "True")
-    )
+    return not (disrupted and disrupted.status == "True")
 
 
 def _rejected(pod: Pod, entry: GroupStatus, now: float) -> Failure:

@@ -42,6 +42,11 @@ class Meta(_Observed, frozen=True):
     annotations: dict[str, str] = {}
     owner_references: list[OwnerReference] = []
 
+    @property
+    def controllers(self) -> list[str]:
+        """Uids of the owners that control the object; Kubernetes takes one at most."""
+        return [owner.uid for owner in self.owner_references if owner.controller]
+
 
 class Terminated(_Observed, frozen=True):
     exit_code: int = 0
@@ -97,7 +102,7 @@ class PodSpec(_Observed, frozen=True):
     node_name: str = ""
 
 
-class Pod(_Observed, frozen=True):
+class Pod(_Observed, frozen=True, dict=True):
     """A pod of some group; `engine` and `relay` are its containers of that name, where the kubelet reports them."""
 
     metadata: Meta
@@ -108,7 +113,7 @@ class Pod(_Observed, frozen=True):
     def name(self) -> str:
         return self.metadata.name
 
-    @property
+    @functools.cached_property
     def engine(self) -> ContainerStatus | None:
         return next((c for c in self.status.container_statuses if c.name == "engine"), None)
 
@@ -117,9 +122,12 @@ class Pod(_Observed, frozen=True):
         return next((c for c in self.status.init_container_statuses if c.name == "relay"), None)
 
     def condition(self, kind: str) -> PodCondition | None:
-        return next((c for c in self.status.conditions if c.type == kind), None)
+        for condition in self.status.conditions:
+            if condition.type == kind:
+                return condition
+        return None
 
-    @property
+    @functools.cached_property
     def ready(self) -> bool:
         condition = self.condition("Ready")
         return condition is not None and condition.status == "True"
@@ -229,14 +237,49 @@ class Picture(Struct, frozen=True, kw_only=True):
         return node is not None and node.lost
 
 
-Decoded = Pod | ServiceObject | AnyObject
 _TYPES: dict[str, Any] = {"Pod": Pod, "Service": ServiceObject}
 
 
-def decode(kind: str, raw: dict[str, Any]) -> Decoded:
-    """The typed subset of one object."""
-    typed: Decoded = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
-    return typed
+class Placed(NamedTuple):
+    """The typed subset of one object, and where its labels, name and owner put it."""
+
+    obj: Pod | ServiceObject | AnyObject
+    uid: str  # of the custom resource
+    incarnation: str = ""  # empty: it lives as long as the custom resource
+    group: int = 0
+    revision: str = ""
+    part: str = ""  # field of IncarnationObjects; empty where it is not what its labels say
+
+
+def place(kind: str, raw: dict[str, Any]) -> Placed | None:
+    """Decode one object and say what it is of its custom resource; None where it is nothing of it."""
+    obj = msgspec.convert(raw, _TYPES.get(kind, AnyObject))
+    labels, name = obj.metadata.labels, obj.metadata.name
+    uid = labels.get(naming.LABEL_UID, "")
+    is_worker = kind == "Pod" and labels.get(naming.LABEL_ROLE) != naming.HEAD
+    # A pod without any owner was orphaned: nobody but us will ever take it away.
+    orphaned = kind == "Pod" and not obj.metadata.owner_references
+    if not uid or not (is_worker or orphaned or _controlled_by(uid, obj.metadata)):
+        return None
+    incarnation, group = labels.get(naming.LABEL_INCARNATION), labels.get(naming.LABEL_GROUP, "")
+    if not incarnation:
+        return None if kind == "Pod" else Placed(obj, uid)
+    if not group.isdecimal():
+        return None
+    base = naming.base_name(labels.get(naming.LABEL_NAME, ""), int(group), incarnation)
+    if is_worker:
+        part = "workers"
+    elif kind == "StatefulSet":
+        part = "stateful_sets" if name.startswith(f"{base}-") else ""
+    else:
+        part, own_name = {
+            "Pod": ("head", naming.head_name(base)),
+            "Service": ("rpc_service", naming.rpc_service_name(base)),
+            "ConfigMap": ("config_map", base),
+            "PodDisruptionBudget": ("budget", base),
+        }.get(kind, ("", ""))
+        part = part if name == own_name else ""
+    return Placed(obj, uid, incarnation, int(group), labels.get(naming.LABEL_REVISION, ""), part)
 
 
 def observe(
@@ -244,7 +287,7 @@ def observe(
     objects: list[tuple[str, dict[str, Any]]],
     snapshots: dict[str, Snapshot],
     *,
-    decode: Callable[[str, dict[str, Any]], Decoded] = decode,
+    place: Callable[[str, dict[str, Any]], Placed | None] = place,
     obstacles: dict[tuple[str, str], Obstacle] | None = None,
     refused: dict[str, str] | None = None,
     blocked: dict[str, str] | None = None,
@@ -259,44 +302,24 @@ def observe(
     parts: dict[str, dict[str, Any]] = {}
     kept: dict[tuple[str, str], dict[str, Any]] = {}
     for kind, raw in objects:
-        labels = raw["metadata"].get("labels") or {}
-        if labels.get(naming.LABEL_UID) != uid:
+        placed = place(kind, raw)
+        if placed is None or placed.uid != uid:
             continue
-        obj = decode(kind, raw)
-        name = obj.metadata.name
-        is_worker = kind == "Pod" and labels.get(naming.LABEL_ROLE) != naming.HEAD
-        # A pod without any owner was orphaned: nobody but us will ever take it away.
-        orphaned = kind == "Pod" and not obj.metadata.owner_references
-        if not is_worker and not orphaned and not _controlled_by(uid, obj.metadata):
+        obj, name = placed.obj, placed.obj.metadata.name
+        if not placed.incarnation:
+            kept[kind, name] = raw
             continue
-        incarnation, group = labels.get(naming.LABEL_INCARNATION), labels.get(naming.LABEL_GROUP, "")
-        if not incarnation:
-            if kind != "Pod":
-                kept[kind, name] = raw
-            continue
-        if not group.isdecimal():
-            continue
-        part = parts.get(incarnation)
+        part = parts.get(placed.incarnation)
         if part is None:
-            revision = labels.get(naming.LABEL_REVISION, "")
-            part = {"group": int(group), "revision": revision, "workers": {}, "stateful_sets": {}}
-            parts[incarnation] = part
-        if is_worker:
-            part["workers"][name] = obj
-            continue
-        base = naming.base_name(labels.get(naming.LABEL_NAME, ""), int(group), incarnation)
-        if kind == "Pod":
-            if name == naming.head_name(base):
-                part["head"] = obj
-        elif kind == "StatefulSet" and name.startswith(f"{base}-"):
-            part["stateful_sets"][name] = obj
-        elif kind == "Service" and name == naming.rpc_service_name(base):
-            part["rpc_service"] = obj
-        elif kind == "ConfigMap" and name == base:
-            part["config_map"] = obj
+            part = {"group": placed.group, "revision": placed.revision, "workers": {}, "stateful_sets": {}}
+            parts[placed.incarnation] = part
+        if placed.part in ("workers", "stateful_sets"):
+            part[placed.part][name] = obj
+        elif placed.part:
+            part[placed.part] = obj
+        if placed.part == "config_map":
             part["plan"], part["first_ranks"] = _launch_plan(raw["data"]["plan.json"])
-        elif kind == "PodDisruptionBudget" and name == base:
-            part["budget"] = obj
+        elif placed.part == "budget":
             kept[kind, name] = raw
     for part in parts.values():
         part["workers"] = _own_workers(part["workers"], part["stateful_sets"], part.get("first_ranks"))
@@ -320,7 +343,7 @@ def _launch_plan(text: str) -> tuple[LaunchPlan | None, dict[str, int]]:
 
 
 def _controlled_by(uid: str, meta: Meta) -> bool:
-    return any(owner.controller and owner.uid == uid for owner in meta.owner_references)
+    return uid in meta.controllers
 
 
 def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], planned: dict[str, int] | None) -> dict[str, Pod]:
@@ -329,7 +352,7 @@ def _own_workers(pods: dict[str, Pod], sets: dict[str, AnyObject], planned: dict
 
     def is_own(pod: Pod) -> bool:
         meta = pod.metadata
-        if any(owner.controller and owner.uid in owners for owner in meta.owner_references):
+        if not owners.isdisjoint(meta.controllers):
             return True
         stateful_set = meta.name.rpartition("-")[0]
         if meta.owner_references and stateful_set in sets:

@@ -67,6 +67,7 @@ FIRST_RESYNC_S = 10.0
 # What is forbidden for other reasons than the pods themselves: a quota counts what is there now, and some of that goes
 # first; the operator's own rights; a namespace that is going away.
 _OTHER_403 = re.compile(r"exceeded quota|status unknown for quota|cannot \w+ resource|is being terminated")
+_SUCCESSES = RECONCILES.labels(result="success")
 SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
 
 
@@ -212,7 +213,7 @@ class Reconciler:
             try:
                 await self.reconcile(key)
                 self.queue.forget(key)
-                RECONCILES.labels(result="success").inc()
+                _SUCCESSES.inc()
             except ApiError as error:
                 delay = self.queue.retry(key, at_least_s=error.retry_after_s or 0.0)
                 RECONCILES.labels(result="error").inc()
@@ -278,7 +279,7 @@ class Reconciler:
             uid,
             self.cache.owned(uid),
             self._monitors.snapshots,
-            decode=self.cache.decoded,
+            place=self.cache.placed,
             obstacles=dict(self._obstacles.get(uid, {})),
             refused=self._refused,
             blocked=self._blocked,
@@ -292,7 +293,7 @@ class Reconciler:
                 settings=self._settings,
                 now=now,
                 token=self._chance.randbytes(16),
-                errors=self._refusals(cr),
+                errors=self._refusals(cr, revision),
                 monitor_errors=self._monitors.errors,
                 verdicts=self._verdicts.get(uid, {}),
                 unasked=self._unasked.get(uid, ""),
@@ -301,7 +302,8 @@ class Reconciler:
         self._follow(key, cr, picture)
         if decided.checks:
             self._ask(uid, revision, decided.checks)
-        decided = await self._with_logs(cr, decided)
+        if decided.logs:
+            decided = await self._with_logs(cr, decided)
         unwritten = False
         if decided.status != cr.status:
             progress = is_progress(cr.status, decided.status)
@@ -335,9 +337,9 @@ class Reconciler:
             # Deadlines are whole seconds; a moment later they have surely passed.
             self.queue.add_after(key, decided.look_again_at - now + 0.05)
 
-    def _refusals(self, cr: api.DataParallelDeployment) -> list[str]:
+    def _refusals(self, cr: api.DataParallelDeployment, revision: str) -> list[str]:
         """Why the spec cannot be acted on; asked once per generation and version found in the image."""
-        installed = installed_version(cr.status.groups, naming.revision(cr.spec), naming.restart_token(cr))
+        installed = installed_version(cr.status.groups, revision, naming.restart_token(cr))
         installed = installed or versions.known(cr.spec)
         asked = (cr.metadata.generation, installed)
         before, errors = self._rules.get(cr.metadata.uid, (None, []))

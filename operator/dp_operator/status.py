@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from msgspec import inspect
+from msgspec import Struct, inspect
 from msgspec.structs import replace
 
 from dp_operator import disruption, naming, rollout, versions
@@ -17,6 +17,8 @@ from dp_operator.observe import Picture, timestamp
 from dp_operator.waiting import counts, stalled
 
 _DEGRADED_FROM = 3  # charged failures in a row
+_NO_STAGES = Stages()
+_NO_RANKS = Ranks()
 
 
 def is_progress(before: Status, after: Status) -> bool:
@@ -26,10 +28,10 @@ def is_progress(before: Status, after: Status) -> bool:
 
 def _without_progress(status: Status) -> Status:
     groups = [
-        replace(entry, scheduled_at=None, head_node="", stages=Stages(), waiting_for="") for entry in status.groups
+        replace(entry, scheduled_at=None, head_node="", stages=_NO_STAGES, waiting_for="") for entry in status.groups
     ]
     conditions = [replace(condition, message="") for condition in status.conditions]
-    return replace(status, ranks=Ranks(), groups=groups, conditions=conditions)
+    return replace(status, ranks=_NO_RANKS, groups=groups, conditions=conditions)
 
 
 def build(
@@ -151,28 +153,37 @@ def _ranks(current: list[GroupStatus], serving: list[GroupStatus], picture: Pict
     """Ranks (arrived, connected, loaded, ready) over all groups; of a group and its successor the one that serves."""
     totals = [0, 0, 0, 0]
     counted: set[int] = set()
-    for entry in sorted(current, key=lambda e: (e not in serving, bool(e.replaces))):
+    answering = {entry.incarnation for entry in serving}
+    for entry in sorted(current, key=lambda e: (e.incarnation not in answering, bool(e.replaces))):
         objects = picture.incarnations.get(entry.incarnation)
         if not rollout.alive(entry) or objects is None or entry.index in counted:
             continue
         counted.add(entry.index)
-        got = counts(objects, known=entry.stages, serving=entry in serving)
+        got = counts(objects, known=entry.stages, serving=entry.incarnation in answering)
         totals = [a + b for a, b in zip(totals, got, strict=True)]
     return totals
 
 
-def _condition(kind: str, value: bool | None, reason: str, message: str) -> Condition:  # noqa: FBT001
-    state: Literal["True", "False", "Unknown"] = "Unknown" if value is None else "True" if value else "False"
-    return Condition(type=kind, status=state, reason=reason, message=message, last_transition_time="")
+class _Finding(Struct, frozen=True):
+    """A condition without its times."""
+
+    type: str
+    status: Literal["True", "False"]
+    reason: str
+    message: str
 
 
-def _accepted(errors: list[str]) -> Condition:
+def _condition(kind: str, value: bool, reason: str, message: str) -> _Finding:  # noqa: FBT001
+    return _Finding(kind, "True" if value else "False", reason, message)
+
+
+def _accepted(errors: list[str]) -> _Finding:
     if errors:
         return _condition("Accepted", False, "Invalid", "; ".join(errors))
     return _condition("Accepted", True, "Valid", "the spec can be acted on")
 
 
-def _available(cr: DataParallelDeployment, wanted: int, serving: list[GroupStatus]) -> Condition:
+def _available(cr: DataParallelDeployment, wanted: int, serving: list[GroupStatus]) -> _Finding:
     if not wanted:
         return _condition("Available", True, "NoGroupsWanted", "no group is wanted (replicas 0 or suspended)")
     least = max(1, wanted - rollout.limits(cr.spec.rollout, wanted).unavailable)
@@ -188,7 +199,7 @@ def _ready(
     updated: list[GroupStatus],
     current: list[GroupStatus],
     errors: list[str],
-) -> Condition:
+) -> _Finding:
     if errors:
         return _condition("Ready", False, "Invalid", "; ".join(errors))
     if cr.spec.suspend:
@@ -234,7 +245,7 @@ def _progressing(
     stuck: list[GroupStatus],
     refused: str,
     unasked: str,
-) -> Condition:
+) -> _Finding:
     if refused:
         return _condition("Progressing", False, "RevisionRefused", f"nothing was deleted: {refused}")
     if held or stuck:
@@ -269,7 +280,7 @@ def _progressing(
     return _condition("Progressing", False, "RolloutComplete", "nothing is changing")
 
 
-def _degraded(current: list[GroupStatus]) -> Condition:
+def _degraded(current: list[GroupStatus]) -> _Finding:
     bad = [entry for entry in current if entry.restarts >= _DEGRADED_FROM]
     if bad:
         return _condition("Degraded", True, "RepeatedFailures", "; ".join(_repeated(entry) for entry in bad))
@@ -291,7 +302,7 @@ def _repeated(entry: GroupStatus) -> str:
 
 def _stalled(
     cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture, errors: list[str], refused: str
-) -> Condition:
+) -> _Finding:
     if errors:
         return _condition("Stalled", True, "Invalid", "; ".join(errors))
     if refused:
@@ -309,7 +320,7 @@ def _stalled(
     return _condition("Stalled", False, "AsExpected", "no person is needed")
 
 
-def _serving_stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture) -> Condition:
+def _serving_stalled(cr: DataParallelDeployment, current: list[GroupStatus], picture: Picture) -> _Finding:
     """Only reported: whether a replacement helps is for a person to say."""
     limit_s = cr.spec.failure_policy.stalled_seconds
     words = []
@@ -323,7 +334,7 @@ def _serving_stalled(cr: DataParallelDeployment, current: list[GroupStatus], pic
     return _condition("ServingStalled", False, "AsExpected", "no group has requests without making tokens")
 
 
-def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int) -> Condition:
+def _drain_blocked(cr: DataParallelDeployment, picture: Picture, entries: list[GroupStatus], wanted: int) -> _Finding:
     found = disruption.blocked(cr, picture, entries, wanted=wanted)
     if found:
         return _condition("DrainBlocked", True, *found)
@@ -336,7 +347,7 @@ def installed_version(entries: list[GroupStatus], revision: str, token: str) -> 
     return min(found, key=versions.order) if found else None
 
 
-def _version_assumed(cr: DataParallelDeployment, installed: str | None) -> Condition:
+def _version_assumed(cr: DataParallelDeployment, installed: str | None) -> _Finding:
     version = versions.known(cr.spec)
     if installed:
         differs = cr.spec.engine.version and versions.parse(cr.spec.engine.version) != versions.order(installed)[:2]
@@ -352,11 +363,20 @@ def _version_assumed(cr: DataParallelDeployment, installed: str | None) -> Condi
     )
 
 
-def _with_times(conditions: list[Condition], cr: DataParallelDeployment, now: float) -> list[Condition]:
+def _with_times(findings: list[_Finding], cr: DataParallelDeployment, now: float) -> list[Condition]:
     before = {condition.type: condition for condition in cr.status.conditions}
     result = []
-    for condition in conditions:
-        old = before.get(condition.type)
-        at = old.last_transition_time if old and old.status == condition.status else timestamp(now) or ""
-        result.append(replace(condition, last_transition_time=at, observed_generation=cr.metadata.generation))
+    for found in findings:
+        old = before.get(found.type)
+        at = old.last_transition_time if old and old.status == found.status else timestamp(now) or ""
+        result.append(
+            Condition(
+                type=found.type,
+                status=found.status,
+                reason=found.reason,
+                message=found.message,
+                last_transition_time=at,
+                observed_generation=cr.metadata.generation,
+            )
+        )
     return result

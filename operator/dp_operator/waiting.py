@@ -7,6 +7,7 @@ would be a write every second.
 
 from __future__ import annotations
 
+import bisect
 from typing import NamedTuple
 
 from dp_handshake.messages import LaunchPlan, Snapshot
@@ -322,9 +323,8 @@ def _elapsed(seconds_passed: float) -> tuple[str, float]:
 
 def _step(seconds_passed: float) -> tuple[int, float]:
     """(the last step that has passed or 0, the next one)."""
-    passed = [step for step in _STEPS_S if step <= seconds_passed]
-    coming = [step for step in _STEPS_S if step > seconds_passed]
-    return passed[-1] if passed else 0, float(coming[0]) if coming else float("inf")
+    index = bisect.bisect_right(_STEPS_S, seconds_passed)
+    return _STEPS_S[index - 1] if index else 0, float(_STEPS_S[index]) if index < len(_STEPS_S) else float("inf")
 
 
 def _duration(amount_s: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 
 import msgspec
@@ -62,7 +63,13 @@ def config_map(inc: Incarnation, monitor_host: str) -> Manifest:
         "metadata": meta(inc, inc.base, annotations={naming.ANNOTATION_MONITOR_HOST: monitor_host}),
         "immutable": True,
         "data": {
-            "launch.py": importlib.resources.files("dp_handshake").joinpath("launch.py").read_text("utf-8"),
+            "launch.py": _launcher(),
             "plan.json": msgspec.json.encode(plan).decode(),
         },
     }
+
+
+@functools.cache
+def _launcher() -> str:
+    """Source of the launcher, as it is in this operator's image."""
+    return importlib.resources.files("dp_handshake").joinpath("launch.py").read_text("utf-8")
