@@ -145,21 +145,6 @@ def test_a_history_replays_exactly():
     assert run(history).trace == run(history).trace
 
 
-def test_the_operator_killed_after_any_single_write_of_a_start_ends_in_the_same_state(monkeypatch):
-    from tests.simulation import history as module
-
-    start = replace(PLAIN, replicas=1)
-    writes = sum("quiet" not in line for line in run(start).trace)
-    assert writes > 10
-    for write in range(1, writes + 1):
-        monkeypatch.setitem(
-            module.FAULTS, "kill", lambda world, chance, n=write: setattr(world.weather, "kill_at_write", n)
-        )
-        outcome = run(replace(start, faults=(Fault(at=0.0, kind="kill", pick=write),)))
-        assert not outcome.wrong, report(outcome)
-        assert any("operator dies" in line for line in outcome.trace)
-
-
 def ends_what_lost_its_service(monkeypatch):
     judge = plan.judge
 
