@@ -61,18 +61,26 @@ class LogWanted(NamedTuple):
     instead: Failure | None = None  # takes the place of the failure that is known, if the logs say so
 
 
-def judge(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
-    """Judge one incarnation whose objects have all been created."""
+def judge(
+    spec: Spec, entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float, *, heard: bool = True
+) -> Verdict:
+    """Judge one incarnation whose objects have all been created.
+
+    heard: whether its monitor was heard, or cannot be, since the operator began to listen.
+    """
     ended = _first_end(entry, objects, picture, now)
     if ended.failure:
         return ended
-    heard = _from_relay(entry, objects, now)
-    if heard.failure:
-        return heard
+    reported = _from_relay(entry, objects, now)
+    if reported.failure:
+        return reported
     late = _too_late(spec, entry, objects, now)
+    if late.failure and entry.state != "Serving" and not heard:
+        # An operator that was away for long has yet to hear how far the group has come meanwhile.
+        late = Verdict(None, now + CAUSE_WAIT_S)
     if late.failure:
         return late
-    times = [at for at in (heard.look_again_at, late.look_again_at) if at is not None]
+    times = [at for at in (reported.look_again_at, late.look_again_at) if at is not None]
     return Verdict(None, min(times) if times else None)
 
 
@@ -495,6 +503,9 @@ def _sign(reason: str, pod: str, message: str, entry: GroupStatus, objects: Inca
 def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
     if entry.state == "Serving":
         return _unhealthy(spec, entry, objects, now)
+    if objects.serves:
+        # Became ready, if only while nothing could be written: whoever looks too late must not end it.
+        return Verdict(None)
     released = seconds(entry.released_at)
     if released is not None:
         deadline = released + spec.startup.timeout_seconds

@@ -373,7 +373,10 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
         # Of several the oldest, which is the one that may lack something.
         entry = replace(entry, engine_version=min(snapshot.engine_versions, key=versions.order)[:32])
     entry = replace(entry, suspected_at=suspected_at(entry, objects, now), unready_at=unready_at(entry, objects, now))
-    verdict = judge(spec, entry, objects, situation.picture, now)
+    relay = objects.head.relay if objects.head else None
+    to_come = bool(relay and relay.state.running and entry.incarnation not in situation.monitor_errors)
+    heard = snapshot is not None or not to_come
+    verdict = judge(spec, entry, objects, situation.picture, now, heard=heard)
     draft.look_again(verdict.look_again_at)
     if verdict.failure:
         draft.logs += logs_wanted(verdict, objects)

@@ -405,6 +405,13 @@ class Cluster:
             )
             self.delete("Pod", name, pod["metadata"]["uid"])
 
+    def relabel(self, obj: Object, labels: dict[str, str]) -> None:
+        """Somebody edits labels. To a watch by label an object that has lost it is gone."""
+        changed = self._change(obj, metadata=obj["metadata"] | {"labels": labels})
+        if naming.LABEL_MANAGED_BY in obj["metadata"]["labels"] and naming.LABEL_MANAGED_BY not in labels:
+            version = {"resourceVersion": changed["metadata"]["resourceVersion"]}
+            self._tell(obj["kind"], "DELETED", obj | {"metadata": obj["metadata"] | version})
+
     # --- StatefulSets ------------------------------------------------------------------------------------------------
     def _fill_set(self, uid: str) -> None:
         owner = self.found(uid)

@@ -247,7 +247,8 @@ class World:
             if any(g.state != "Serving" and not self.is_given_up(g) for g in status.groups):
                 return "others are still tried"
             stalled = conditions["Stalled"]
-            return "" if stalled.reason == "TooManyRestarts" else f"given up, and said is {stalled.reason}"
+            named = stalled.reason in ("TooManyRestarts", "RevisionRefused")
+            return "" if named else f"given up, and said is {stalled.reason}"
         if self.misbehaves() and wanted:
             # Only the old one comes to rest, but every failure must have a name.
             named = any(g.last_failures for g in status.groups) or conditions["Stalled"].status == "True"
@@ -470,6 +471,11 @@ def _kill(world: World, chance: random.Random) -> None:
         world.weather.kill_at_write = chance.randrange(1, 25)
     else:
         world.process.die(restart_after_s=chance.choice((0.5, 5.0, 60.0)))
+
+
+def _away(world: World, chance: random.Random) -> None:
+    """Nobody looks for a long time, such as while the operator's own node is replaced."""
+    world.process.die(restart_after_s=chance.choice((5.0, 150.0, 400.0)))
 
 
 def _api_down(world: World, chance: random.Random) -> None:
@@ -792,7 +798,7 @@ def _unready_head(world: World, chance: random.Random) -> None:
 
 FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "kill operator": _kill,
-    "kill operator again": _kill,
+    "operator away": _away,
     "api down": _api_down,
     "api errors": _api_errors,
     "webhook down": _webhook_down,

@@ -116,6 +116,12 @@ FOUND = {
         unavailable="34%",
         faults=(Fault(0.24, "clock step", 233151222), Fault(50.99, "restart", 341157285)),
     ),
+    "a group that became ready while the operator was away was ended for its deadline when it came back": replace(
+        PLAIN, faults=(Fault(9.0, "operator away", 1043521778),)
+    ),
+    "the same, for the deadline of the check-in": replace(
+        PLAIN, seed=77, surge=1, unavailable=0, faults=(Fault(3.86, "operator away", 627763166),)
+    ),
     "a Service that a quota had refused was not made when the quota took it again": replace(
         PLAIN, faults=(Fault(50.13, "quota", 540271020),)
     ),
@@ -148,13 +154,13 @@ def test_a_history_replays_exactly():
 def ends_what_lost_its_service(monkeypatch):
     judge = plan.judge
 
-    def strict(spec, entry, objects, picture, now):
+    def strict(spec, entry, objects, picture, now, **more):
         if objects.rpc_service is None:
             failure = api.Failure(
                 reason="MemberDeleted", time=timestamp(now), charged=False, incarnation=entry.incarnation, message=""
             )
             return Verdict(failure)
-        return judge(spec, entry, objects, picture, now)
+        return judge(spec, entry, objects, picture, now, **more)
 
     monkeypatch.setattr(plan, "judge", strict)
 

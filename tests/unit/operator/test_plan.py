@@ -298,6 +298,50 @@ def test_the_startup_deadline_counts_from_the_release_and_names_what_was_missing
     assert "rank 3" in failure.message
 
 
+def with_relay(world: World, incarnation: str) -> None:
+    head = world.pod(f"web-0-{incarnation}-head")
+    head["status"]["initContainerStatuses"] = [{"name": "relay", "state": {"running": {}}}]
+
+
+def test_a_group_that_became_ready_while_nobody_looked_is_not_ended_for_its_deadline():
+    """An operator or an API server that was away for longer than timeoutSeconds ended every group that had started."""
+    world = World(startup={"timeoutSeconds": 100})
+    incarnation = world.make_ready()
+    world.cr.status.groups[:] = [msgspec.structs.replace(world.entry(), state="Starting", ready_at=None)]
+    known = world.snapshots.pop(incarnation)
+    world.now += 5000
+    world.reconcile()
+    assert world.entry().state == "Starting"
+    world.snapshots[incarnation] = known
+    world.reconcile()
+    assert world.entry().state == "Serving"
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_no_deadline_is_over_before_the_monitor_could_be_heard(released):
+    world = World(startup={"timeoutSeconds": 100})
+    world.reconcile()
+    incarnation = world.entry().incarnation
+    world.run_pods(incarnation)
+    with_relay(world, incarnation)
+    world.reconcile()
+    if released:
+        world.release(incarnation)
+        world.reconcile()
+    known = world.snapshots.pop(incarnation, None)
+    world.now += 5000
+    decided = world.reconcile()
+    assert world.entry().state == "Starting"
+    assert decided.look_again_at <= world.now + 5
+    if released:
+        world.snapshots[incarnation] = known
+    else:
+        world.monitor_errors[incarnation] = "connection refused"
+    world.reconcile()
+    reason = "StartupDeadlineExceeded" if released else "CheckInDeadlineExceeded"
+    assert world.cr.status.groups[0].last_failures[0].reason == reason
+
+
 def test_pods_that_find_no_node_are_given_back_without_charge():
     world = World(startup={"scheduleTimeoutSeconds": 60})
     world.reconcile()
