@@ -507,7 +507,7 @@ def _template_rules(path: str, get: Callable[[Spec], dict[str, Any] | None]) -> 
         Rule(
             field=f".{path}.spec",
             cel=absent_or(pod, "!(" + " || ".join(f"has({pod}.{field})" for field in _OWNED_POD_FIELDS) + ")"),
-            broken=lambda spec: any(field in podtemplate.pod_spec(get(spec)) for field in _OWNED_POD_FIELDS),
+            broken=lambda spec: not podtemplate.pod_spec(get(spec)).keys().isdisjoint(_OWNED_POD_FIELDS),
             message=(
                 f"the operator decides {', '.join(_OWNED_POD_FIELDS)}: leave them out, and write spec.drain for the time "
                 "that a pod has to end"
@@ -516,7 +516,7 @@ def _template_rules(path: str, get: Callable[[Spec], dict[str, Any] | None]) -> 
         Rule(
             field=f".{path}.spec.containers",
             cel=engine_keeps(f"!({any_of(_IN_SPEC)})"),
-            broken=lambda spec: any(field in engine(spec) for field in _IN_SPEC),
+            broken=lambda spec: not engine(spec).keys().isdisjoint(_IN_SPEC),
             message=(
                 "image, command, args and resources of container engine have fields of their own: write spec.engine.image, "
                 "spec.engine.command, spec.engine.args, spec.engine.resources or spec.headResources"
@@ -525,7 +525,7 @@ def _template_rules(path: str, get: Callable[[Spec], dict[str, Any] | None]) -> 
         Rule(
             field=f".{path}.spec.containers",
             cel=engine_keeps(f"!({any_of(_WATCHED)})"),
-            broken=lambda spec: any(field in engine(spec) for field in _WATCHED),
+            broken=lambda spec: not engine(spec).keys().isdisjoint(_WATCHED),
             message=(
                 "the operator decides when container engine is ready, has failed and has to end: leave its probes, "
                 "lifecycle, restartPolicy and termination message out, and write startup.timeoutSeconds, "
