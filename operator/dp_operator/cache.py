@@ -8,7 +8,7 @@ what vanished meanwhile. Older copies never replace newer ones, and a deleted ob
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dp_operator import naming
@@ -122,10 +122,18 @@ class Cache:
         self._forget(kind, place, old)
         return _key(kind, old)
 
-    def replace(self, kind: str, listed: Iterable[Object], *, known_before: set[str]) -> set[Key]:
+    def replace(
+        self,
+        kind: str,
+        listed: Iterable[Object],
+        *,
+        known_before: set[str],
+        vanished: Callable[[Object], None] | None = None,
+    ) -> set[Key]:
         """Compare with a full list. Returns the custom resources for which something differed.
 
-        known_before holds the uids that were here when the list was asked for: only those can have vanished.
+        known_before holds the uids that were here when the list was asked for: only those can have vanished, and
+        vanished is called with each of them.
         """
         changed: set[Key] = set()
         seen = set()
@@ -137,6 +145,8 @@ class Cache:
         for obj in list(self._objects[kind].values()):
             uid = obj["metadata"]["uid"]
             if uid in known_before and uid not in seen:
+                if vanished:
+                    vanished(obj)
                 key = self.remove(kind, obj)
                 if key:
                     changed.add(key)

@@ -68,7 +68,8 @@ FIRST_RESYNC_S = 10.0
 # first; the operator's own rights; a namespace that is going away.
 _OTHER_403 = re.compile(r"exceeded quota|status unknown for quota|cannot \w+ resource|is being terminated")
 _SUCCESSES = RECONCILES.labels(result="success")
-SELECTOR = f"{naming.LABEL_MANAGED_BY}={naming.MANAGER}"
+# Of lists. Watches go by LABEL_MANAGED_BY: a list also finds what somebody took that label from.
+SELECTOR = naming.LABEL_UID
 
 
 class Reconciler:
@@ -125,7 +126,7 @@ class Reconciler:
             return
         if event["type"] == "DELETED":
             key = self.cache.remove(kind, obj)
-            self._gone(kind, obj)
+            self._gone(kind, obj, expected=key is None)
         else:
             key = self.cache.put(kind, obj)
         if key:
@@ -142,22 +143,34 @@ class Reconciler:
         groups = ((self.cache.custom_resource(key) or {}).get("status") or {}).get("groups") or []
         return any(group["incarnation"] == incarnation and group.get("state") != "Stopping" for group in groups)
 
-    def _gone(self, kind: str, obj: dict[str, Any]) -> None:
-        """Follow up a DELETED event, which may also mean that an object lost the label that we watch by."""
+    def _gone(self, kind: str, obj: dict[str, Any], *, expected: bool) -> None:
+        """Follow up an end, which may also mean that an object lost the label that we watch by."""
         meta = obj["metadata"]
         for uid, known in self._obstacles.items():
             if known.pop((kind, meta["name"]), None):
                 self._later(uid, 0.0)
-        if kind == "Pod" and not meta.get("deletionTimestamp"):
-            self._start(self._remove_unlabelled(meta), f"look after pod {meta['name']}")
+        if not expected and not meta.get("deletionTimestamp") and naming.LABEL_INCARNATION in meta.get("labels", {}):
+            self._start(self._remove_unlabelled(kind, meta), f"look after {kind} {meta['name']}")
 
-    async def _remove_unlabelled(self, meta: dict[str, Any]) -> None:
-        """Delete a pod that somebody took our label from: it counts as lost, and must not go on taking traffic."""
-        try:
-            if await self._exists("Pod", meta["namespace"], meta["name"], meta["uid"]):
-                await self._client.delete("Pod", meta["namespace"], meta["name"], meta["uid"])
-        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.warning("pod %s/%s lost our label and was not deleted: %s", meta["namespace"], meta["name"], error)
+    async def _remove_unlabelled(self, kind: str, meta: dict[str, Any]) -> None:
+        """Delete a group's object that somebody took our label from.
+
+        It counts as lost, so nobody else would ever take it away: a head would go on taking traffic, a StatefulSet
+        would make the pods of a group again that is to go.
+        """
+        failures = 0
+        while True:
+            try:
+                if await self._exists(kind, meta["namespace"], meta["name"], meta["uid"]):
+                    await self._client.delete(kind, meta["namespace"], meta["name"], meta["uid"])
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                if isinstance(error, ApiError) and error.status == 404:
+                    return
+                log.warning("%s %s/%s lost our label: %s", kind, meta["namespace"], meta["name"], error)
+                await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**failures))
+                failures = min(failures + 1, 20)
+            else:
+                return
 
     def _start(self, errand: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         """Run something beside the work on keys; it ends with the operator at the latest."""
@@ -179,8 +192,12 @@ class Reconciler:
                 selector = "" if kind == api.KIND else SELECTOR
                 found += await self._client.list(kind, selector=selector, namespace=namespace)
                 self._clock()  # it begins right after the first answer, which tells the API server's time
-            for key in self.cache.replace(kind, found, known_before=known):
+            watched = [obj for obj in found if kind == api.KIND or _is_watched(obj)]
+            lost: list[dict[str, Any]] = [obj for obj in found if kind != api.KIND and not _is_watched(obj)]
+            for key in self.cache.replace(kind, watched, known_before=known, vanished=lost.append):
                 self.queue.add(key)
+            for obj in lost:
+                self._gone(kind, obj, expected=False)
         if self._sees_nodes:
             listed = await self._client.list(NODE)
             gone = set(self.cache.nodes()) - {obj["metadata"]["name"] for obj in listed}
@@ -590,6 +607,11 @@ class Reconciler:
         labels = meta.get("labels") or {}
         owners = {owner["uid"] for owner in meta.get("ownerReferences") or []}
         if labels.get(naming.LABEL_UID) == uid and uid in owners:
+            if not _is_watched(existing) and naming.LABEL_INCARNATION in labels:
+                # No watch would tell of it. It is made anew.
+                await self._client.delete(kind, meta["namespace"], meta["name"], meta["uid"])
+                self._later(uid, GOING_RECHECK_S)
+                return False
             self.cache.revive(kind, existing)
             return True
         # What is left of an earlier resource of this name is on its way out, by the garbage collector.
@@ -714,6 +736,11 @@ def _goes(before: api.Status, after: api.Status) -> bool:
     """Whether another group is to be taken away: it may have failed, and its head may have traffic."""
     going = {entry.incarnation for entry in before.groups if entry.state == "Stopping"}
     return any(entry.state == "Stopping" and entry.incarnation not in going for entry in after.groups)
+
+
+def _is_watched(obj: dict[str, Any]) -> bool:
+    """Whether an object has the label that the watches go by."""
+    return bool(obj["metadata"]["labels"].get(naming.LABEL_MANAGED_BY) == naming.MANAGER)
 
 
 def _monotonic() -> float:

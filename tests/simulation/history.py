@@ -338,6 +338,8 @@ class Watchdog:
             its = pod["metadata"]["labels"]
             if its[naming.LABEL_UID] != labels[naming.LABEL_UID] or self._world.cluster.out_of_reach(pod):
                 continue
+            if naming.LABEL_MANAGED_BY not in its:
+                continue  # somebody took it out of the operator's sight; it is on its way out
             alive[its[naming.LABEL_INCARNATION]] = int(its[naming.LABEL_GROUP])
         alive[labels[naming.LABEL_INCARNATION]] = int(labels[naming.LABEL_GROUP])
         mine = sum(group == int(labels[naming.LABEL_GROUP]) for group in alive.values())
@@ -352,8 +354,8 @@ class Watchdog:
         if naming.LABEL_UID not in labels:
             raise BrokenError(f"a stranger's {obj['kind']} {obj['metadata']['name']} is deleted")
         incarnation = labels.get(naming.LABEL_INCARNATION)
-        if incarnation is None:
-            return
+        if incarnation is None or naming.LABEL_MANAGED_BY not in labels:
+            return  # what lost our label counts as lost
         entry = self._ledger(labels[naming.LABEL_UID]).get(incarnation)
         if entry and entry.get("state", "Starting") in ("Starting", "Serving") and obj["kind"] != "PodDisruptionBudget":
             raise BrokenError(f"{obj['kind']} {obj['metadata']['name']} is deleted, and the ledger says {entry}")
@@ -577,6 +579,23 @@ def _child_edited(world: World, chance: random.Random) -> None:
         if child["metadata"]["name"].endswith("-rpc"):
             return
         world.cluster._change(child, spec=edited)
+
+
+def _child_relabelled(world: World, chance: random.Random) -> None:
+    """Somebody adds a label, or takes the one away that we watch by: then the object counts as lost."""
+    children = world.ours("Pod", "StatefulSet", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+    if not children:
+        return
+    child = chance.choice(children)
+    labels = dict(child["metadata"]["labels"])
+    if chance.random() < 0.3:
+        labels["team"] = "blue"
+    else:
+        labels.pop(naming.LABEL_MANAGED_BY, None)
+        if child["kind"] in ("Pod", "StatefulSet", "ConfigMap"):
+            world.cluster._injure(child)
+    world.cluster.note(f"somebody edits the labels of {child['kind']} {child['metadata']['name']}")
+    world.cluster.relabel(child, labels)
 
 
 def _hang(world: World, chance: random.Random) -> None:
@@ -813,6 +832,7 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "pod deleted": _pod_deleted,
     "child deleted": _child_deleted,
     "child edited": _child_edited,
+    "child relabelled": _child_relabelled,
     "hang": _hang,
     "node lost": _node_lost,
     "cordon": _cordon,

@@ -88,11 +88,11 @@ class FakeClient:
             if token and self._weather.expiring_lists:
                 self._weather.expiring_lists -= 1
                 raise ApiError(410, "Expired", "The provided continue parameter is too old")
-            managed = "labelSelector" in params
+            label = params.get("labelSelector", "").partition("=")[0]
             listed = self._pages.pop(token, None) or [
                 obj
                 for obj in self._cluster.all(_KINDS[where])
-                if not managed or naming.LABEL_MANAGED_BY in obj["metadata"].get("labels", {})
+                if not label or label in obj["metadata"].get("labels", {})
             ]
             size = self._weather.page
             if not size or len(listed) <= size:

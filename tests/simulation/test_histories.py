@@ -138,6 +138,9 @@ FOUND = {
     "the same, for the deadline of the check-in": replace(
         PLAIN, seed=77, surge=1, unavailable=0, faults=(Fault(3.86, "operator away", 627763166),)
     ),
+    "a StatefulSet that lost our label kept making the pods of a group that was to go": replace(
+        PLAIN, faults=(Fault(30.0, "child relabelled", 7),)
+    ),
     "a Service that a quota had refused was not made when the quota took it again": replace(
         PLAIN, faults=(Fault(50.13, "quota", 540271020),)
     ),

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from dp_operator import api, naming
 from dp_operator.api import KIND
 from dp_operator.client import ApiError
@@ -340,5 +342,32 @@ def test_a_rank_that_was_killed_first_is_the_cause_though_its_kubelet_reports_la
         (failure,) = group.last_failures
         assert (failure.pod, failure.reason) == (first["metadata"]["name"], "OutOfMemory")
         assert group.restarts == 1
+
+    play(script)
+
+
+@pytest.mark.parametrize("kind", ["Pod", "StatefulSet", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy"])
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("after_s", [2, 60])
+def test_an_object_that_lost_our_label_is_not_left_behind(kind, heard, after_s):
+    """Nobody would take it away before the resource goes: a StatefulSet would even make its pods again and again."""
+
+    async def script(world: World) -> None:
+        await until(world, lambda: world.ours(kind))
+        await asyncio.sleep(after_s)
+        for name in [o["metadata"]["name"] for o in world.ours(kind)]:
+            if not heard:
+                world.process.break_watch(kind, until=world.cluster.now + 5)
+            obj = world.cluster.objects.get((kind, name))
+            if obj is None:
+                continue  # it went with the one before
+            kept = {key: value for key, value in obj["metadata"]["labels"].items() if key != naming.LABEL_MANAGED_BY}
+            world.cluster.relabel(obj, kept)
+            if kind in ("Pod", "StatefulSet", "ConfigMap"):
+                world.cluster.injured.add(kept.get(naming.LABEL_INCARNATION, ""))
+            await asyncio.sleep(400)
+            await ready(world)
+        unlabelled = [o["metadata"] for o in world.ours(kind) if naming.LABEL_MANAGED_BY not in o["metadata"]["labels"]]
+        assert not unlabelled, unlabelled
 
     play(script)
