@@ -2,6 +2,28 @@
 
 `History.of(seed)` is a list of faults with times; `run` plays it and returns what went wrong. A history that fails is
 shrunk by leaving out one fault after the other (`shrunk`), and replays exactly: everything random comes from seeds.
+
+What the operator has to live with, and the kinds of faults (FAULTS) that bring it:
+
+| trouble | kinds |
+|---|---|
+| killed at any step, away for long | `kill operator`, `operator away`; after every single write: test_kills.py |
+| API server away | `api down` |
+| 409, 429 with Retry-After, 500, 503, 504; an answer that is lost | `api errors`, `lost answers`, `webhook down` |
+| 410: a continue token, a watch's resourceVersion that is too old | `lists expire`, `watch broken` |
+| a watch that is dropped and goes on, or goes silent | `watch late`, `watch silent` |
+| clock steps | `clock step` |
+| the resource deleted (in the background, in the foreground) and made anew while old pods end | `recreate` |
+| children edited or deleted by hand | `child edited`, `child relabelled`, `child deleted`, `pod deleted` |
+| a namespace that is terminating | `namespace goes` |
+| a quota that refuses pods or anything else | `quota` |
+| a child's name that a stranger has | `stranger` |
+| engines that end, hang, crash always, are too old | `engine ends`, `hang`, `bad image`, `old image` |
+| heads that are unready, monitors that are deaf | `unready head`, `deaf monitor` |
+| groups that are given up, and released | `give up`, and the histories' `max_restarts` |
+| nodes that are lost or cordoned | `node lost`, `cordon` |
+| drains, with each disruption policy and annotation drain-nodes | `drain`, `policy`, and the histories' `policy` |
+| what users do | `new image`, `another new image`, `resize`, `scale`, `suspend`, `pause`, `restart` |
 """
 
 from __future__ import annotations
@@ -19,7 +41,9 @@ import msgspec
 
 from dp_operator import api, naming, reconciler
 from dp_operator.api import API_VERSION, KIND
+from dp_operator.cache import WATCHED
 from dp_operator.client import ApiError
+from dp_operator.observe import timestamp
 from tests.simulation.cluster import (
     BROKEN,
     HANGING,
@@ -732,10 +756,40 @@ def _recreate(world: World, chance: random.Random) -> None:
     obj = world.cr()
     if obj is None:
         return
-    world.cluster.note("the resource is deleted")
-    world.cluster._drop(obj)
-    if chance.random() < 0.8:
-        world.later(chance.choice((0.1, 2, 20)), lambda: world.cr() or world.make())
+    again_after_s = chance.choice((0.1, 2, 20)) if chance.random() < 0.8 else None
+
+    def gone() -> None:
+        if again_after_s is not None:
+            world.later(again_after_s, lambda: world.cr() or world.make())
+
+    if chance.random() > 0.3:
+        world.cluster.note("the resource is deleted")
+        world.cluster._drop(obj)
+        gone()
+    else:
+        world.cluster.note("the resource is deleted, its objects before it")
+        _delete_in_the_foreground(world, obj, gone)
+
+
+def _delete_in_the_foreground(world: World, obj: Object, then: Callable[[], None]) -> None:
+    """`kubectl delete --cascade=foreground`: the resource stays, marked, until everything that it owns is gone."""
+    cluster, uid = world.cluster, obj["metadata"]["uid"]
+    cluster._change(obj, metadata=obj["metadata"] | {"deletionTimestamp": timestamp(cluster.now)})
+
+    def look() -> None:
+        left = cluster.found(uid)
+        if left is None:
+            return  # with its namespace
+        owned = [o for o in world.ours(*WATCHED) if any(r["uid"] == uid for r in o["metadata"]["ownerReferences"])]
+        for child in owned:
+            cluster.delete(child["kind"], child["metadata"]["name"], child["metadata"]["uid"])
+        if owned:
+            world.later(1, look)
+        else:
+            cluster._drop(left)
+            then()
+
+    world.later(0.5, look)
 
 
 def _stranger(world: World, chance: random.Random) -> None:

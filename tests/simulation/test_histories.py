@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from dp_operator import api, disruption, plan, reconciler, rollout
 from dp_operator.client import ApiError, Client
 from dp_operator.failure import Verdict
 from dp_operator.observe import timestamp
+from tests.simulation import history as module
 from tests.simulation.history import FAULTS, Fault, History, Outcome, run, shrunk
 from tests.simulation.process import FakeClient
 
@@ -161,8 +163,13 @@ def test_a_bug_that_was_found_stays_away(history):
 @pytest.mark.parametrize(("surge", "unavailable"), [(0, 1), (1, 0)])
 def test_every_kind_of_fault_alone_is_overcome(kind, surge, unavailable):
     faults = (Fault(at=3.0, kind=kind, pick=1), Fault(at=40.0, kind=kind, pick=2))
-    outcome = run(replace(PLAIN, surge=surge, unavailable=unavailable, faults=faults))
+    outcome = run(replace(PLAIN, surge=surge, unavailable=unavailable, faults=faults, report_lag_s=1.0))
     assert not outcome.wrong, report(outcome)
+
+
+def test_the_table_of_troubles_names_every_kind_of_fault():
+    named = set(re.findall(r"`([^`_(]+)`", module.__doc__.partition("| trouble |")[2]))
+    assert named == set(FAULTS)
 
 
 def test_a_history_replays_exactly():
@@ -258,6 +265,20 @@ def never_waits(monkeypatch):
     monkeypatch.setattr(reconciler.Queue, "retry", at_once)
 
 
+def takes_one_group_too_many(monkeypatch):
+    limits = rollout.limits
+
+    def generous(spec, wanted):
+        surge, unavailable = limits(spec, wanted)
+        return rollout.Limits(surge, unavailable + 1)
+
+    monkeypatch.setattr(rollout, "limits", generous)
+
+
+def opens_no_budget(monkeypatch):
+    monkeypatch.setattr(disruption, "to_open", lambda *_, **__: None)
+
+
 # What is wrong with the operator -> who breaks it so, the fault that shows it, more about the history, and the
 # words in which it is found.
 BREAKAGES = {
@@ -284,6 +305,18 @@ BREAKAGES = {
         Fault(30.0, "drain", 0),
         {"policy": "Closed"},
         "no node is to be emptied",
+    ),
+    "a rollout takes one group more than it may": (
+        takes_one_group_too_many,
+        Fault(30.0, "new image", 0),
+        {},
+        "other of 2 groups serve, maxUnavailable is 1",
+    ),
+    "a node is never let go": (
+        opens_no_budget,
+        Fault(30.0, "drain", 0),
+        {},
+        "is drained and not empty",
     ),
     "the status tells the time between two attempts": (
         tells_the_time,
@@ -332,8 +365,6 @@ def test_an_operator_that_is_broken_is_found_out(monkeypatch, breaks, fault, mor
 
 
 def test_an_invariant_that_is_broken_is_found_and_shrunk_to_the_fault_that_breaks_it(monkeypatch):
-    from tests.simulation import history as module
-
     def leave_behind(world, chance):
         world.cluster._store("ConfigMap", module_manifest(), "ADDED")
 
