@@ -85,6 +85,37 @@ def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after
     space.until_ready("served")
 
 
+def test_in_a_moe_group_the_rank_that_failed_is_named_and_not_those_that_fell_with_it(space: Space) -> None:
+    """All of it ends within two seconds: the head with 1, as with several API servers, the headless ranks with 0."""
+    space.create(
+        dpd(
+            "felled",
+            size=3,
+            args=["--moe"],
+            faults=["fatal-on-request:ranks=1"],
+            model={"architecture": "MoE"},
+            dataParallel={"apiServerCount": 2},
+            failurePolicy={"backoffSeconds": 5},
+            drain={"timeoutSeconds": 1},
+        )
+    )
+    space.until_ready("felled")
+    first = space.group("felled")
+    with contextlib.suppress(RefusedError, urllib3.exceptions.HTTPError):
+        space.complete("felled", rank=1, timeout_s=5)
+    until(
+        "another incarnation is Ready",
+        lambda: space.group("felled"),
+        lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
+        within_s=90,
+    )
+    group = space.group("felled")
+    (failure,) = group["lastFailures"]
+    assert (failure["rank"], failure["charged"]) == (1, True), failure
+    assert "fault fatal-on-request" in failure["firstErrorLines"], failure
+    assert group["nodeFailures"] == {failure["node"]: 1}
+
+
 # As vLLM's launcher ends: the traceback of the worker comes first, then so much that the last lines, which the kubelet
 # keeps for a container that fails, are not about the cause any more. All of it goes to one stream, since a container
 # runtime reads two streams each for itself, and keeps no order between them.
