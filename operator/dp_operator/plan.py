@@ -868,10 +868,12 @@ def _ensure(situation: Situation, intent: dict[str, Any], draft: _Draft) -> None
 def covers(existing: Any, intent: Any) -> bool:
     """Whether everything intended is there. What the API server or others added does not count as a difference."""
     if isinstance(intent, dict) and isinstance(existing, dict):
-        parts = [(existing.get(key), value) for key, value in intent.items()]
-    elif isinstance(intent, list) and isinstance(existing, list) and len(existing) == len(intent):
-        parts = list(zip(existing, intent, strict=True))
-    else:
-        return bool(existing == intent)
-    # Most are equal, and comparing whole branches is ten times cheaper than going through them.
-    return all(here == wanted or covers(here, wanted) for here, wanted in parts)
+        for key, value in intent.items():
+            # Most branches are equal, and comparing a whole one is ten times cheaper than going through it.
+            here = existing.get(key)
+            if here != value and not covers(here, value):
+                return False
+        return True
+    if isinstance(intent, list) and isinstance(existing, list):
+        return len(existing) == len(intent) and all(map(covers, existing, intent))
+    return bool(existing == intent)
