@@ -64,7 +64,7 @@ GOOD = "vllm/vllm-openai:v0.32.0"
 PATIENCE_S = 4000.0  # from the last fault to rest, at most
 MOST_RELEASES = 4  # of groups that are given up: what ends them may strike once more
 LOOP_S = 300  # how long a revision that never works is looked at
-WRITES_PER_ATTEMPT = 40
+WRITES_PER_ATTEMPT = 25  # 15 are the most that were seen
 ATTEMPTS_IN_VAIN = 60  # and one a second: to write into a namespace that is being deleted
 QUIET_S = 900.0  # how long nothing may be written at rest: longer than two resyncs
 
@@ -707,7 +707,7 @@ def _bad_image(world: World, chance: random.Random) -> None:
     tag = f"{chance.choice((BROKEN, HANGING, UNPULLABLE, INVALID))}{chance.randrange(9)}"
     world.edit(engine={"image": f"vllm/vllm-openai:{tag}"})
     fixed = chance.choice((GOOD, "vllm/vllm-openai:v0.32.9"))
-    if chance.random() < 0.85:
+    if chance.random() < 0.7:
         world.later(chance.choice((3, 20, 100, 200)), lambda: world.edit(engine={"image": fixed}))
 
 

@@ -218,11 +218,13 @@ def takes_closed_for_managed(monkeypatch):
     monkeypatch.setattr(disruption, "emptied_nodes", careless)
 
 
-def tells_the_time(monkeypatch):
+def tells_the_time(monkeypatch, *, of=("Starting", "Serving", "Stopping", "Waiting")):
     decide = reconciler.plan
 
     def talkative(situation):
         decided = decide(situation)
+        if not any(group.state in of for group in decided.status.groups):
+            return decided
         conditions = [msgspec.structs.replace(c, message=str(int(situation.now))) for c in decided.status.conditions]
         status = msgspec.structs.replace(decided.status, conditions=conditions)
         return msgspec.structs.replace(decided, status=status, look_again_at=situation.now + 1)
@@ -279,6 +281,10 @@ def opens_no_budget(monkeypatch):
     monkeypatch.setattr(disruption, "to_open", lambda *_, **__: None)
 
 
+def tells_the_time_of_starts(monkeypatch):
+    tells_the_time(monkeypatch, of=("Starting",))
+
+
 # What is wrong with the operator -> who breaks it so, the fault that shows it, more about the history, and the
 # words in which it is found.
 BREAKAGES = {
@@ -323,6 +329,12 @@ BREAKAGES = {
         Fault(30.0, "bad image", 79190),
         {"replicas": 1},
         "writes between two attempts",
+    ),
+    "the status tells how long an attempt takes": (
+        tells_the_time_of_starts,
+        Fault(30.0, "bad image", 100),
+        {"replicas": 1},
+        "writes for",
     ),
     "an object of a stranger is taken for one of ours": (
         adopts_strangers,
