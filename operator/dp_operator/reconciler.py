@@ -643,15 +643,26 @@ class Reconciler:
         async def wait() -> None:
             while self._obstacles.get(uid, {}).get(place) is obstacle:
                 await asyncio.sleep(STRANGER_RECHECK_S)
-                try:
-                    await self._client.create(manifest, dry_run=True)
-                except (ApiError, aiohttp.ClientError, TimeoutError, OSError):
-                    continue
-                if self._obstacles.get(uid, {}).get(place) is obstacle:
+                gone = await self._has_gone(obstacle, manifest)
+                if gone and self._obstacles.get(uid, {}).get(place) is obstacle:
                     del self._obstacles[uid][place]
                     self._later(uid, 0.0)
 
         self._start(wait(), f"{kind} {meta['namespace']}/{meta['name']} cannot be made")
+
+    async def _has_gone(self, obstacle: Obstacle, manifest: dict[str, Any]) -> bool:
+        """Whether the way is free, without writing: a stranger is looked for, for a refusal a dry run asks again."""
+        meta = manifest["metadata"]
+        try:
+            if obstacle.reason == "NameTaken":
+                await self._client.get(manifest["kind"], meta["namespace"], meta["name"])
+                return False
+            await self._client.create(manifest, dry_run=True)
+        except ApiError as error:
+            return obstacle.reason == "NameTaken" and error.status == 404
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+        return True
 
     async def _apply(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]

@@ -288,7 +288,7 @@ class Cluster:
     # --- what the API server offers --------------------------------------------------------------------------------
     def create(self, manifest: Object) -> Object:
         kind, meta = manifest["kind"], manifest["metadata"]
-        if kind in self.squatters and (kind, meta["name"]) not in self.objects:
+        if kind in self.squatters and (kind, meta["name"]) not in self.objects and not self.terminating:
             self._squat(manifest)
         self.admit(manifest)
         if kind == "Service":

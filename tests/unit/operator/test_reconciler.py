@@ -311,7 +311,7 @@ async def test_a_taken_name_is_said_once_and_asked_about_without_writing(server:
     assert server.condition("Stalled")["reason"] == "NameTaken"
     server.calls.clear()
     await asyncio.sleep(600)
-    assert not server.calls, "only questions"
+    assert not [line for line in server.calls if not line.startswith("get ")], "only questions"
     del server.objects["Service", "web"]
     await asyncio.sleep(60)
     assert server.condition("Stalled")["status"] == "False"
