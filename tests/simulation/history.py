@@ -325,6 +325,7 @@ class Watchdog:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._serving_when_decided: set[str] = set()  # incarnations
         self._served: dict[str, bool] = {}  # incarnation that goes by our own doing -> whether it was known to serve
 
     def _ledger(self, uid: str) -> dict[str, dict[str, Any]]:
@@ -386,6 +387,12 @@ class Watchdog:
         if obj["kind"] == "Pod" and is_ready(obj) and self._served.get(incarnation):
             self._budget(process, obj)
 
+    def decided(self, process: Process) -> None:
+        """Note which groups the operator knew to serve when it decided: until it acts, another may have become ready."""
+        raw = process.reconciler.cache.custom_resource((NAMESPACE, "web"))
+        heads = self._serving(process, {naming.LABEL_UID: raw["metadata"]["uid"]}) if raw else []
+        self._serving_when_decided = {head["metadata"]["labels"][naming.LABEL_INCARNATION] for head in heads}
+
     def before_apply(self, process: Process, manifest: Object) -> None:
         """A budget may let evictions through only where the group may go, and one group at a time."""
         labels = manifest["metadata"]["labels"]
@@ -393,7 +400,7 @@ class Watchdog:
             return
         mine = labels[naming.LABEL_INCARNATION]
         self._emptied(process, labels)
-        if any(head["metadata"]["labels"][naming.LABEL_INCARNATION] == mine for head in self._serving(process, labels)):
+        if mine in self._serving_when_decided:
             budgets = self._world.ours("PodDisruptionBudget")
             exposed = {
                 b["metadata"]["labels"][naming.LABEL_INCARNATION] for b in budgets if not b["spec"]["minAvailable"]

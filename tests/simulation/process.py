@@ -175,6 +175,7 @@ class FakeMonitors:
         self.errors: dict[str, str] = {}
 
     def follow(self, key: tuple[str, str], wanted: dict[str, str]) -> None:
+        self._process.watchdog.decided(self._process)  # the operator says so right after it has decided
         for incarnation in [i for i, (k, _) in self._wanted.items() if k == key and i not in wanted]:
             del self._wanted[incarnation]
             self.snapshots.pop(incarnation, None)
