@@ -1003,18 +1003,19 @@ async def _quiet(world: World, length_s: float) -> str:
 async def _loop_of_failures(world: World) -> str:
     """A revision that never works is tried again for ever: so many writes an attempt, and none between two."""
 
-    def ledger() -> set[tuple[str, str]]:
+    def ledger() -> set[tuple[str, str, int]]:
+        """Restarts are part of it: a group that has served for stableSeconds writes once that it has none any more."""
         groups = world.cr()["status"].get("groups", [])
-        return {(g["incarnation"], g.get("state", "Starting")) for g in groups}
+        return {(g["incarnation"], g.get("state", "Starting"), g.get("restarts", 0)) for g in groups}
 
     first, seen, before = world.process.writes, set(), None
     idle = False
     for _ in range(LOOP_S // 5):
         writes, foreign = world.process.writes, world.process.foreign_changes
         now_there = ledger()
-        was_idle, idle = idle, now_there == before and all(state in ("Waiting", "Serving") for _, state in now_there)
+        was_idle, idle = idle, now_there == before and all(state in ("Waiting", "Serving") for _, state, _ in now_there)
         before = now_there
-        seen |= {incarnation for incarnation, _ in now_there}
+        seen |= {incarnation for incarnation, *_ in now_there}
         await asyncio.sleep(5)
         if world.troubles:
             return world.troubles[0]
