@@ -246,10 +246,13 @@ def _short_note(note: str) -> str:
 
 
 def _moved(before: list[GroupStatus], after: list[GroupStatus]) -> bool:
-    """Whether anything but words and stages has changed in the ledger."""
+    """Whether anything has changed in the ledger but words, stages, and times that deadlines were counted from already."""
 
     def bones(entries: list[GroupStatus]) -> list[GroupStatus]:
-        return [replace(entry, waiting_for="", stages=_NO_STAGES, head_node="") for entry in entries]
+        return [
+            replace(entry, waiting_for="", stages=_NO_STAGES, head_node="", scheduled_at=None, released_at=None)
+            for entry in entries
+        ]
 
     return before != after and bones(before) != bones(after)
 
@@ -369,6 +372,9 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
     if not entry.released_at and snapshot and snapshot.released_at:
         # Times of the ledger are the operator's: the clock of the relay's node may be wrong.
         entry = replace(entry, released_at=timestamp(now))
+    pods, expected = objects.pods, len(objects.first_ranks)
+    if not entry.scheduled_at and expected and len(pods) == expected and all(pod.spec.node_name for pod in pods):
+        entry = replace(entry, scheduled_at=timestamp(now))
     if snapshot and snapshot.engine_versions:
         # Of several the oldest, which is the one that may lack something.
         entry = replace(entry, engine_version=min(snapshot.engine_versions, key=versions.order)[:32])
@@ -385,14 +391,11 @@ def _step_live(situation: Situation, entry: GroupStatus, objects: IncarnationObj
             # What the launcher says last is known even where the monitor was never heard.
             entry = replace(entry, engine_version=found)
         return _fail(situation, entry, verdict.failure, draft)
-    pods = objects.pods
-    expected = len(objects.first_ranks)
-    changes: dict[str, Any] = {"stages": reached(snapshot) if snapshot else entry.stages}
-    if objects.head:
-        changes["head_node"] = objects.head.spec.node_name
-    if not entry.scheduled_at and expected and len(pods) == expected and all(pod.spec.node_name for pod in pods):
-        changes["scheduled_at"] = timestamp(now)
-    entry = replace(entry, **changes)
+    entry = replace(
+        entry,
+        stages=reached(snapshot) if snapshot else entry.stages,
+        head_node=objects.head.spec.node_name if objects.head else entry.head_node,
+    )
     if entry.state == "Starting":
         if snapshot and snapshot.ready_at and objects.serves:
             draft.events.append(
