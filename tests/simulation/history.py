@@ -960,13 +960,15 @@ async def _rest(world: World) -> str:
             break
         await asyncio.sleep(60)  # the last fault may not have come to the operator yet
         wrong = await _calm(world)
-        await asyncio.sleep(70)  # the others have been up for stableSeconds by then, and say so
+        await asyncio.sleep(400)  # past stableSeconds of the others, and one resync
         wrong = wrong or await _quiet(world, 120.0)
         world.release()
         wrong = wrong or await _calm(world)
     if wrong:
         return wrong
     if world.cr() and world.misbehaves() and not world.spec["engine"]["image"].rpartition(":")[2].startswith(OLD):
+        if world.weather.deaf:
+            await asyncio.sleep(400)  # past one resync: it makes up for what a silent watch did not tell
         return await _loop_of_failures(world)
     await asyncio.sleep(400)  # past stableSeconds and one resync
     wrong = await _quiet(world, QUIET_S)
