@@ -70,21 +70,20 @@ def delete_pod(space: Space, pod: str) -> float:
 
 
 def on_node(node: str, home: str, *, head: bool = False) -> Any:
-    """Changes of a spec that put one member on a node, at home if that takes no pods any more, and the others at home.
+    """Changes of a spec that put one member on a node as long as it takes pods, and the others at home."""
 
-    No other node will do: it may be struck by another fault, of which nobody knows yet.
-    """
+    def affinity(wish: Any, must: Any) -> Any:
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_named(**must)]}}
+        preferred = {"preferredDuringSchedulingIgnoredDuringExecution": wish}
+        return {"spec": {"affinity": {"nodeAffinity": required | preferred}}}
 
-    def among(*names: str) -> Any:
-        return {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]}
-
-    def bound(*names: str, **more: Any) -> Any:
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [among(*names)]}}
-        return {"spec": {"affinity": {"nodeAffinity": required | more}}}
-
-    wish = {"weight": 100, "preference": among(node)}
-    moves, stays = bound(node, home, preferredDuringSchedulingIgnoredDuringExecution=[wish]), bound(home)
+    moves = affinity([{"weight": 100, "preference": _named(operator="In", values=[node])}], {"operator": "Exists"})
+    stays = affinity([], {"operator": "In", "values": [home]})
     return {"template": stays, "headTemplate": moves} if head else {"template": moves, "headTemplate": stays}
+
+
+def _named(**how: Any) -> Any:
+    return {"matchExpressions": [{"key": "kubernetes.io/hostname", **how}]}
 
 
 def _told(space: Space, pod: str, program: str) -> float:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.bed import faults, operators
-from tests.bed.recovery import Recovery, Table
+from tests.bed.recovery import ColdStart, Recovery, Table
 from tests.cluster.bed import Bed
 from tests.cluster.kind import KindCluster
 from tests.e2e.conftest import make_space
@@ -66,19 +66,20 @@ class Group(NamedTuple):
     uid: str
     entry: Any
     pods: Any
-    cold_start_s: float
+    cold: ColdStart
 
 
 class Suffered(NamedTuple):
     """What a fault did. Times are seconds since the epoch."""
 
+    before: Group
     failure: Any
     entry: Any
     struck_at: float
     named_at: float
     begun_at: float  # the next incarnation
+    released_at: float
     ready_at: float
-    cold_start_s: float
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,8 @@ def begin(ground: Ground, manifest: Any) -> Group:
     at = time.time()
     uid = ground.space.create(manifest)["metadata"]["uid"]
     ready = ground.diary.first(name, "is Ready", Entry.is_ready, within_s=READY_WITHIN_S)
-    return Group(name, uid, ready.groups[0], ground.space.pods(name), ready.at - at)
+    _, released_at = begun(ground, name, since=at)
+    return Group(name, uid, ready.groups[0], ground.space.pods(name), ColdStart(released_at - at, ready.at - at))
 
 
 def replaced(ground: Ground, before: Group, *, since: float, generation: int = 1) -> Entry:
@@ -144,27 +146,26 @@ def suffer(ground: Ground, case: Case, before: Group, struck: float) -> Suffered
     told = ground.diary.first(before.name, "its failure is named", named, since=struck, within_s=60)
     again = replaced(ground, before, since=told.at)
     return Suffered(
+        before,
         told.groups[0]["lastFailures"][0],
         again.groups[0],
         struck,
         told.at,
-        begun(ground, before, since=struck),
+        *begun(ground, before.name, since=struck, old={old}),
         again.at,
-        before.cold_start_s,
     )
 
 
-def begun(ground: Ground, before: Group, *, since: float) -> float:
-    """When another incarnation was entered into the ledger."""
-    old = before.entry["incarnation"]
-    found = ground.diary.first(
-        before.name,
-        "another incarnation begins",
-        lambda entry: any(g["incarnation"] != old for g in entry.groups),
-        since=since,
-        within_s=READY_WITHIN_S,
-    )
-    return found.at
+def begun(ground: Ground, name: str, *, since: float, old: Container[str] = ()) -> tuple[float, float]:
+    """When another incarnation than the old ones was entered into the ledger, and when it was released."""
+
+    def first(what: str, holds: Callable[[Any], object]) -> float:
+        def found(entry: Entry) -> bool:
+            return any(holds(group) for group in entry.groups if group["incarnation"] not in old)
+
+        return ground.diary.first(name, what, found, since=since, within_s=READY_WITHIN_S).at
+
+    return first("another incarnation begins", bool), first("it is released", lambda group: group.get("releasedAt"))
 
 
 def check(ground: Ground, case: Case, seen: Suffered, table: Table, *, since: float | None = None) -> None:
@@ -185,8 +186,9 @@ def check(ground: Ground, case: Case, seen: Suffered, table: Table, *, since: fl
             case.reason,
             seen.named_at - struck,
             seen.begun_at - struck,
+            seen.released_at - struck,
             seen.ready_at - struck,
-            seen.cold_start_s,
+            seen.before.cold,
             waited_s=since - struck + (BACK_OFF_S if case.charged else 0),
         )
     )
@@ -349,47 +351,42 @@ TAINTED_HEAD = of_node("tainted-head", "node tainted `NoExecute`, head's node", 
 DRAINED = of_node("drained", "`kubectl drain`", "EvictionByEvictionAPI", rank=1)
 
 
+@pytest.mark.parametrize("cases", [(SILENT, SILENT_HEAD), (PULLED, PULLED_HEAD)], ids=["kubelet", "cable"])
 def test_a_group_whose_node_falls_silent_starts_elsewhere_and_is_left_alone_when_the_node_comes_back(
-    ground: Ground, healthy: None, recoveries: Table
+    ground: Ground, healthy: None, recoveries: Table, cases: tuple[Case, ...]
 ) -> None:
-    """A kubelet that stopped and a cable that was pulled, both at once: believed lost after the node's grace period.
+    """A kubelet that stopped, and a cable that was pulled: believed lost after the node's grace period.
 
     Nobody confirms the end of pods there, so they stay until the node is back, and are in nobody's way. A head that is
     among them gets no requests any more.
     """
     if not isinstance(ground.bed, Bed):
         pytest.skip("the kubelet of a kind node is not ours to stop")
-    own, (dark, cut) = ground.bed, ground.away
-    places = {SILENT: dark, SILENT_HEAD: dark, PULLED: cut, PULLED_HEAD: cut}
-    with ThreadPoolExecutor(8) as pool:
-        before = placed(ground, pool, places)
-        victims = {case: victim(ground, case) for case in places}
-        for case in places:
+    own, node = ground.bed, ground.away[0]
+    with ThreadPoolExecutor(2 * len(cases) + 1) as pool:
+        before = placed(ground, pool, dict.fromkeys(cases, node))
+        victims = {case: victim(ground, case) for case in cases}
+        for case in cases:
             assert endpoints(ground, case.name) == [before[case].entry["headPod"]]
         try:
             struck = time.time()
-            own.stop(f"{dark}-kubelet")
-            own.partition(cut)
-            since = {
-                node: pool.submit(time_of, f"{node} is not Ready", lambda node=node: silent(ground, node))
-                for node in (dark, cut)
-            }
+            own.stop(f"{node}-kubelet") if SILENT in cases else own.partition(node)
+            silent_since = pool.submit(time_of, f"{node} is not Ready", lambda: silent(ground, node))
             left = {
                 case: pool.submit(time_of, f"no endpoint of {case.name}", lambda n=case.name: not endpoints(ground, n))
-                for case in places
+                for case in cases
             }
-            suffering = {case: pool.submit(suffer, ground, case, before[case], struck) for case in places}
+            suffering = {case: pool.submit(suffer, ground, case, before[case], struck) for case in cases}
             seen = {case: future.result() for case, future in suffering.items()}
-            after = {case: identities(ground.space.pods(case.name)) for case in places}
+            after = {case: identities(ground.space.pods(case.name)) for case in cases}
         finally:
-            own.heal(cut)
-            own.start(f"{dark}-kubelet")
-    for case, node in places.items():
-        suffered = seen[case]
+            own.start(f"{node}-kubelet") if SILENT in cases else own.heal(node)
+    since = silent_since.result()
+    for case, suffered in seen.items():
         assert suffered.failure["node"] == node
         assert victims[case] in after[case], "there is nobody who could say that it has ended"
-        assert left[case].result() - since[node].result() <= NAMED_WITHIN_S
-        check(ground, case, suffered, recoveries, since=since[node].result())
+        assert left[case].result() - since <= NAMED_WITHIN_S
+        check(ground, case, suffered, recoveries, since=since)
         new = suffered.entry["incarnation"]
         pods = ground.space.find("pods", f"{LABELS}/incarnation={new}")
         assert identities({pod["metadata"]["name"]: pod for pod in pods}).items() <= after[case].items()
@@ -456,15 +453,16 @@ def corrected(
     at, generation = changed(ground, before.name, **right)
     again = replaced(ground, before, since=at, generation=generation)
     assert again.groups[0].get("restarts", 0) == 0
-    for group in told.groups:
-        gone(ground.space, group["incarnation"])
+    wrong_ones = {group["incarnation"] for group in told.groups}
+    for incarnation in wrong_ones:
+        gone(ground.space, incarnation)
     return Recovery(
         says,
         re.findall(rf"\w*{why}\w*", told.condition("Ready")["message"])[0],
         told.at - struck,
-        begun(ground, before, since=at) - at,
+        *(moment - at for moment in begun(ground, before.name, since=at, old=wrong_ones)),
         again.at - at,
-        before.cold_start_s,
+        before.cold,
     )
 
 
@@ -510,8 +508,8 @@ def slow_ones(ground: Ground) -> Iterator[dict[str, Future[Any]]]:
             "nothing of the old one is left", lambda: ground.space.leftovers(before.uid), lambda x: not x, within_s=60
         )
         says = "resource deleted and made again under its name, while old pods end"
-        next_s = begun(ground, before, since=struck) - struck
-        return Recovery(says, "", None, next_s, entry.at - struck, before.cold_start_s)
+        moments = begun(ground, "again", since=struck, old={before.entry["incarnation"]})
+        return Recovery(says, "", None, *(at - struck for at in moments), entry.at - struck, before.cold)
 
     def hung() -> tuple[Suffered, float]:
         before = begin(ground, small(HUNG.name, **HUNG.changes))
@@ -567,16 +565,9 @@ def test_a_rollout_and_a_start_end_as_if_operator_and_api_server_had_not_died_in
     (entry,) = rolled.groups
     assert (entry.get("restarts", 0), entry.get("lastFailures", [])) == (0, [])
     gone(space, before.entry["incarnation"])
-    recoveries.add(
-        Recovery(
-            "operator killed in mid-rollout; Ready counts from the change",
-            "",
-            None,
-            begun(ground, before, since=at) - at,
-            rolled.at - at,
-            before.cold_start_s,
-        )
-    )
+    says = "operator killed in mid-rollout; Ready counts from the change"
+    moments = begun(ground, "rolled", since=at, old={before.entry["incarnation"]})
+    recoveries.add(Recovery(says, "", None, *(moment - at for moment in moments), rolled.at - at, before.cold))
 
     if not isinstance(ground.bed, Bed):
         return
@@ -585,11 +576,15 @@ def test_a_rollout_and_a_start_end_as_if_operator_and_api_server_had_not_died_in
     loads = diary.first("restarted", "loads", lambda e: any(g.get("releasedAt") for g in e.groups), within_s=60)
     stopped = time.time()
     ground.bed.stop("apiserver")
-    ground.bed.start("apiserver")
-    away_s = time.time() - stopped
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(time_of, "the API server is ready", lambda: space.cluster.raw("GET", "/readyz"))
+        ground.bed.start("apiserver")
+    away_s = answers.result() - stopped
     ready = diary.first("restarted", "is Ready", Entry.is_ready, within_s=READY_WITHIN_S)
     (entry,) = ready.groups
     assert entry["incarnation"] == loads.groups[0]["incarnation"]
     assert (entry.get("restarts", 0), entry.get("lastFailures", [])) == (0, [])
     says = "API server restarted in mid-start; Ready counts from the creation"
-    recoveries.add(Recovery(says, "", None, None, ready.at - created, before.cold_start_s, waited_s=away_s))
+    moments = begun(ground, "restarted", since=created)
+    after = (moment - created for moment in moments)
+    recoveries.add(Recovery(says, "", None, *after, ready.at - created, before.cold, waited_s=away_s))
