@@ -27,6 +27,12 @@ def kill_process(cluster: Cluster, bed: Bed | KindCluster) -> float:
     return at
 
 
+def restarts(cluster: Cluster) -> int:
+    """How often the kubelet has started what runs of the operator again."""
+    containers = [one for pod in _pods(cluster) for one in pod["status"].get("containerStatuses", [])]
+    return sum(int(one["restartCount"]) for one in containers if "running" in one["state"])
+
+
 def delete_pod(cluster: Cluster) -> float:
     """Take the operator's pod away without any grace; its Deployment makes another."""
     at = time.time()

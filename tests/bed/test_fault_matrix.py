@@ -91,6 +91,15 @@ def ground(cluster: Cluster, bed: Bed | KindCluster, _namespaces: None) -> Itera
         yield Ground(space, diary, bed, home, away)
 
 
+@pytest.fixture
+def alone(ground: Ground) -> None:
+    """No group of an earlier test is left, which what strikes a node would strike, too, and which would start anew."""
+    space = ground.space
+    for item in space.find("dataparalleldeployments"):
+        space.delete("dataparalleldeployments", item["metadata"]["name"])
+    until("no pod is left", lambda: list(space.find("pods", f"{LABELS}/role")), lambda pods: not pods, within_s=60)
+
+
 def small(name: str, *, faults: list[str] | None = None, args: list[str] | None = None, **changes: Any) -> Any:
     policy = {"failurePolicy": {"backoffSeconds": BACK_OFF_S}} | changes
     return dpd(name, size=2, faults=faults, args=["--load-seconds", str(LOAD_S), *(args or [])], **policy)
@@ -353,7 +362,7 @@ DRAINED = of_node("drained", "`kubectl drain`", "EvictionByEvictionAPI", rank=1)
 
 @pytest.mark.parametrize("cases", [(SILENT, SILENT_HEAD), (PULLED, PULLED_HEAD)], ids=["kubelet", "cable"])
 def test_a_group_whose_node_falls_silent_starts_elsewhere_and_is_left_alone_when_the_node_comes_back(
-    ground: Ground, healthy: None, recoveries: Table, cases: tuple[Case, ...]
+    ground: Ground, healthy: None, alone: None, recoveries: Table, cases: tuple[Case, ...]
 ) -> None:
     """A kubelet that stopped, and a cable that was pulled: believed lost after the node's grace period.
 
@@ -395,7 +404,7 @@ def test_a_group_whose_node_falls_silent_starts_elsewhere_and_is_left_alone_when
 
 
 def test_a_group_whose_node_is_tainted_or_drained_starts_elsewhere(
-    ground: Ground, healthy: None, recoveries: Table
+    ground: Ground, healthy: None, alone: None, recoveries: Table
 ) -> None:
     """pdb-operator/pdb-operator#81."""
     cluster, (tainted, drained) = ground.space.cluster, ground.away
@@ -551,7 +560,7 @@ def test_a_head_that_hangs_gets_no_requests_and_is_replaced_after_unhealthy_seco
 
 
 def test_a_rollout_and_a_start_end_as_if_operator_and_api_server_had_not_died_in_the_middle(
-    ground: Ground, healthy: None, recoveries: Table
+    ground: Ground, healthy: None, alone: None, recoveries: Table
 ) -> None:
     """The operator is killed while a group is being taken away, the API server while others load."""
     space, diary = ground.space, ground.diary
@@ -560,14 +569,17 @@ def test_a_rollout_and_a_start_end_as_if_operator_and_api_server_had_not_died_in
     diary.first(
         "rolled", "is on its way", lambda e: any(g["state"] == "Stopping" for g in e.groups), since=at, within_s=30
     )
+    already = operators.restarts(space.cluster)
     struck = operators.kill_process(space.cluster, ground.bed)
+    away_s = time_of("the operator runs again", lambda: operators.restarts(space.cluster) > already) - struck
     rolled = replaced(ground, before, since=struck, generation=generation)
     (entry,) = rolled.groups
     assert (entry.get("restarts", 0), entry.get("lastFailures", [])) == (0, [])
     gone(space, before.entry["incarnation"])
     says = "operator killed in mid-rollout; Ready counts from the change"
     moments = begun(ground, "rolled", since=at, old={before.entry["incarnation"]})
-    recoveries.add(Recovery(says, "", None, *(moment - at for moment in moments), rolled.at - at, before.cold))
+    after = (moment - at for moment in moments)
+    recoveries.add(Recovery(says, "", None, *after, rolled.at - at, before.cold, waited_s=away_s))
 
     if not isinstance(ground.bed, Bed):
         return
