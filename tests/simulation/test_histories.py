@@ -1,7 +1,8 @@
 """Thousands of histories: whatever happens, a group lives and dies as one and comes back.
 
-`SIMULATION_HISTORIES` says how many seeds are played (`make simulation`: 20,000, `make test`: 5,000), on all cores; how long
-it took is printed. A seed that fails is shrunk and printed; replay it with `python -m tests.simulation.history SEED`. Histories that once found a bug stay below, with the bug.
+`SIMULATION_HISTORIES` says how many seeds are played (`make simulation`: 20,000), on all cores; how long it took is printed.
+A seed that fails is shrunk and printed; replay it with `python -m tests.simulation.history SEED`. Histories that once found
+a bug stay below, with the bug.
 """
 
 from __future__ import annotations
