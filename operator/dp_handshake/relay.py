@@ -259,8 +259,9 @@ class Port:
         return descriptor if descriptor in self._gate.open else None
 
     def _head_frames(self, rank: int, frames: list[bytes]) -> None:
-        self._journal.write([(rank, protocol.Stage.CONNECTED)])
         self._run(protocol.step(self._state, protocol.HeadFrames(rank, frames), now=self._clock()))
+        # Only once it is sent: a relay that is killed before counts the rank as lost, rather than as one that has its INIT.
+        self._journal.write([(rank, protocol.Stage.CONNECTED)])
 
     def _delivered(self, rank: int) -> None:
         self._journal.write([(rank, protocol.Stage.READY)])

@@ -66,10 +66,12 @@ class Cache:
         ready = next(
             (c["status"] for c in (obj.get("status") or {}).get("conditions") or [] if c["type"] == "Ready"), ""
         )
+        spec = obj.get("spec") or {}
         node = Node(
             name=meta["name"],
             ready=ready or "True",  # a node that has not reported yet has nothing to lose
-            unschedulable=bool((obj.get("spec") or {}).get("unschedulable")),
+            unschedulable=bool(spec.get("unschedulable")),
+            tainted=any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in spec.get("taints") or []),
         )
         if self._nodes.get(node.name) == node:
             return []

@@ -17,14 +17,15 @@ def emptied_nodes(cr: DataParallelDeployment, picture: Picture) -> set[str]:
     """Nodes that pods should be able to leave: the unschedulable ones and those an annotation names.
 
     The annotation is how an administrator says it where the operator may not read nodes, and with policy Closed. A node
-    that is known to take pods is not being emptied, whatever the annotation says: what leaves it could come back.
+    that is known to take any pod is not being emptied, whatever the annotation says: what leaves it could come back.
     """
     policy = cr.spec.disruption.policy
     if policy == "Open":
         return set()
     named = cr.metadata.annotations.get(naming.ANNOTATION_DRAIN_NODES, "")
     cordoned = unschedulable(picture)
-    nodes = {name.strip() for name in named.split(",") if name.strip()} - (set(picture.nodes) - cordoned)
+    welcoming = {name for name, node in picture.nodes.items() if not (node.unschedulable or node.tainted)}
+    nodes = {name.strip() for name in named.split(",") if name.strip()} - welcoming
     return nodes if policy == "Closed" else nodes | cordoned
 
 

@@ -41,7 +41,8 @@ _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrIm
 _REMOVALS = ("Evicted", "Preempting", "Terminated", "Shutdown", "NodeShutdown", "NodeLost")
 _OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN, _AGAIN = range(6)
 # Neither a deletion nor another engine's end ends an engine like that. An abort may be a collective's watchdog.
-_OF_THE_KERNEL = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL")
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_OF_THE_KERNEL = (*_CRASHES, "SIGKILL")
 
 
 class Verdict(NamedTuple):
@@ -156,7 +157,7 @@ def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
     own = next((text for wanted, text in read if wanted.instead is None), None)
     others = [(wanted.instead, text) for wanted, text in read if wanted.instead]
     first = known if own is None else explained(known, own)
-    weighed = known.first_error_lines if own is None else own
+    weighed = own or known.first_error_lines
     if symptoms.tells_of_itself(weighed):
         return first
     for other, text in others:
@@ -171,8 +172,8 @@ def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
 def late_certain(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
     """A kill by the kernel that was reported after what it had caused; None where there is none.
 
-    A group that is being taken away can have brought about what ended once its first member was deleted; but memory
-    does not run out by that, nor does the kernel stop a process with a signal of its own.
+    What ended once the first member was deleted may have ended by that. Times are whole seconds: of the second of the
+    notice only that counts which no deletion does.
     """
     known = entry.last_failures[0] if entry.last_failures else None
     noticed = _may_be_corrected(entry, known, now)
@@ -183,7 +184,8 @@ def late_certain(entry: GroupStatus, objects: IncarnationObjects, now: float) ->
         sign
         for sign in _ends(entry, objects, now)
         if (sign.klass, sign.at) < before
-        and (sign.klass == _OOM or (sign.failure.signal in _OF_THE_KERNEL and sign.at < noticed))
+        and (sign.at < noticed or (sign.at == noticed and (sign.klass == _OOM or sign.failure.signal in _CRASHES)))
+        and (sign.klass == _OOM or sign.failure.signal in _OF_THE_KERNEL)
     ]
     return _first_of(found) if found else None
 
@@ -198,7 +200,15 @@ def late_logs(entry: GroupStatus, objects: IncarnationObjects, now: float) -> li
         return []
     ends = sorted(_ends(entry, objects, now), key=_order)
     return _logs_of_others(
-        (s.failure for s in ends if _doubtful(s.failure) and s.at < noticed and s.failure.pod != known.pod), objects
+        (
+            sign.failure
+            for sign in ends
+            if _doubtful(sign.failure)
+            # Of the same second, too: a worker that is told to end waits for its head first.
+            and (sign.at < noticed or (sign.at == noticed and not sign.failure.signal))
+            and sign.failure.pod != known.pod
+        ),
+        objects,
     )
 
 

@@ -148,6 +148,7 @@ class Node(_Observed, frozen=True):
     name: str
     ready: str = "True"
     unschedulable: bool = False
+    tainted: bool = False  # NoSchedule or NoExecute, whatever tolerates it
 
     @property
     def lost(self) -> bool:

@@ -76,8 +76,11 @@ class Queue(Generic[K]):
     def retry(self, key: K, *, at_least_s: float = 0.0, at_most_s: float = LONGEST_RETRY_S) -> float:
         """Handle a failed key again after its back-off; returns the delay in seconds."""
         failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        delay: float = max(at_least_s, min(at_most_s, FIRST_RETRY_S * 2**failures))
+        back_off_s = FIRST_RETRY_S * 2**failures
+        if back_off_s < at_most_s:
+            # No further than the limit: a failure of another kind afterwards goes on from there.
+            self._failures[key] = failures + 1
+        delay: float = max(at_least_s, min(at_most_s, back_off_s))
         self.add_after(key, delay)
         return delay
 

@@ -29,7 +29,7 @@ from dp_operator.clock import SteadyClock
 from dp_operator.failure import LogWanted, with_logs
 from dp_operator.metrics import RECONCILES
 from dp_operator.monitors import Monitors
-from dp_operator.observe import Obstacle, Picture, observe
+from dp_operator.observe import Obstacle, Picture, observe, place
 from dp_operator.plan import (
     Action,
     Apply,
@@ -149,7 +149,7 @@ class Reconciler:
         for uid, known in self._obstacles.items():
             if known.pop((kind, meta["name"]), None):
                 self._later(uid, 0.0)
-        if not expected and not meta.get("deletionTimestamp") and naming.LABEL_INCARNATION in meta.get("labels", {}):
+        if not expected and not meta.get("deletionTimestamp") and _is_a_groups(kind, obj):
             self._start(self._remove_unlabelled(kind, meta), f"look after {kind} {meta['name']}")
 
     async def _remove_unlabelled(self, kind: str, meta: dict[str, Any]) -> None:
@@ -393,8 +393,8 @@ class Reconciler:
             self._blocked.pop(incarnation, None)
             self._logs_of_others.pop(incarnation, None)
         known = self._obstacles.get(uid, {})
-        for place in [p for p, what in known.items() if what.incarnation and what.incarnation not in incarnations]:
-            del known[place]
+        for name in [n for n, what in known.items() if what.incarnation and what.incarnation not in incarnations]:
+            del known[name]
         self._entries[uid] = incarnations
         if not incarnations:
             del self._entries[uid]
@@ -486,7 +486,7 @@ class Reconciler:
         if not wanted.instead:
             return await self._log(cr, wanted)
         known = self._logs_of_others.setdefault(wanted.incarnation, {})
-        if wanted.pod not in known:
+        if not known.get(wanted.pod):
             known[wanted.pod] = (await self._log(cr, wanted))[-KEPT_LOG:]
         return known[wanted.pod]
 
@@ -741,6 +741,18 @@ class Reconciler:
             await self._client.create(body)
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("event %s of %s/%s was not posted: %s", event.reason, meta["namespace"], meta["name"], error)
+
+
+def _is_a_groups(kind: str, obj: dict[str, Any]) -> bool:
+    """Whether an object is what its labels say: a copy that somebody made of one of ours has them, too."""
+    placed = place(kind, obj)
+    if placed is None or not placed.part:
+        return False
+    if placed.part != "workers":
+        return True
+    meta = placed.obj.metadata
+    base = naming.base_name(meta.labels.get(naming.LABEL_NAME, ""), placed.group, placed.incarnation)
+    return meta.name.startswith(f"{base}-") and any(owner.kind == "StatefulSet" for owner in meta.owner_references)
 
 
 def _goes(before: api.Status, after: api.Status) -> bool:

@@ -318,7 +318,7 @@ def victim(ground: Ground, case: Case) -> str:
 
 def time_of(what: str, look: Callable[[], object]) -> float:
     """When something came to be, by looking often."""
-    until(what, look, within_s=60)
+    until(what, look, within_s=READY_WITHIN_S)
     return time.time()
 
 
@@ -411,13 +411,14 @@ def test_a_group_whose_node_is_tainted_or_drained_starts_elsewhere(
     places = {TAINTED: tainted, TAINTED_HEAD: tainted, DRAINED: drained}
     with ThreadPoolExecutor(6) as pool:
         before = placed(ground, pool, places)
+        victims = {case: victim(ground, case) for case in places}
         try:
             struck = {TAINTED: time.time(), TAINTED_HEAD: time.time()}
             cluster.kubectl("taint", "node", tainted, "e2e=fault:NoExecute")
             struck[DRAINED] = time.time()
             since = {
                 case: pool.submit(time_of, f"{pod} is leaving", lambda pod=pod: leaving(ground, pod))
-                for case, pod in ((case, victim(ground, case)) for case in places)
+                for case, pod in victims.items()
             }
             suffering = {case: pool.submit(suffer, ground, case, before[case], struck[case]) for case in places}
             selector = f"--pod-selector={LABELS}/name={DRAINED.name}"
@@ -554,7 +555,7 @@ def test_a_head_that_hangs_gets_no_requests_and_is_replaced_after_unhealthy_seco
 ) -> None:
     seen, left_at = slow_ones["hung"].result()
     assert left_at - seen.struck_at <= PROBE_S + NAMED_WITHIN_S
-    assert seen.named_at - left_at >= UNHEALTHY_S - 2, "whole seconds"
+    assert seen.named_at - left_at >= UNHEALTHY_S - 4, "endpoints are told of late, and times are whole seconds"
     check(ground, HUNG, seen, recoveries, since=left_at + UNHEALTHY_S)
     assert endpoints(ground, HUNG.name) == [seen.entry["headPod"]]
 

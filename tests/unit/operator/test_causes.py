@@ -107,6 +107,23 @@ def test_memory_that_ran_out_in_the_second_of_the_notice_is_the_cause(group: Gro
     assert "(rank 2): OutOfMemory" in note
 
 
+@pytest.mark.parametrize("end", [{"code": 139}, {"code": 0, "log": ROOT}, {"code": 1, "log": ROOT}])
+def test_what_can_only_have_ended_by_itself_counts_in_the_second_of_the_notice(group: Group, end: dict[str, Any]):
+    """The operator writes within milliseconds of the first report."""
+    group.ends("head", code=1, log=VICTIM)
+    group.reported(0.1)
+    group.ends("w-1", at=0.0, **end)
+    group.reported(0.4)
+    assert group.first() == ("w-1", 2)
+
+
+def test_the_words_that_the_kubelet_kept_count_where_the_log_cannot_be_read(group: Group):
+    group.ends("w-1", code=1, log="", message="ValueError: no such model")
+    group.ends("head", at=1.0, code=1, log=ROOT)
+    group.reported(2)
+    assert group.first() == ("w-1", 2)
+
+
 def test_a_rank_whose_container_ends_after_its_victims_is_found_by_its_log(group: Group):
     group.ends("w-1", code=0, log=VICTIM)
     group.reported(1.9)
@@ -117,14 +134,17 @@ def test_a_rank_whose_container_ends_after_its_victims_is_found_by_its_log(group
 
 @pytest.mark.parametrize(
     "end",
-    [{"code": 137}, {"code": 143}, {"code": 134, "log": VICTIM}, {"code": 1, "log": ROOT}, {"code": 0, "log": ROOT}],
+    [
+        *({"code": 137}, {"code": 143}, {"code": 134, "log": ROOT}, {"code": 1, "log": VICTIM}),
+        *({"code": 1, "log": ROOT, "at": 1.0}, {"code": 137, "reason": "OOMKilled", "at": 1.0}),
+    ],
 )
 def test_what_ends_once_the_group_is_being_deleted_is_not_taken_for_the_cause(group: Group, end: dict[str, Any]):
     group.ends("w-1", code=0, log=VICTIM)
     group.reported(0.1)
     for role in ("head", "w-0"):
         # Of the same second, too: it cannot be known which of the two came first.
-        group.ends(role, at=0.4, **end)
+        group.ends(role, **{"at": 0.4} | end)
     group.reported(1.4)
     assert group.first() == ("w-1", 2)
 

@@ -100,3 +100,12 @@ async def test_keys_that_no_worker_takes_make_the_operator_unhealthy():
     assert health(queue).status == 200
     await asyncio.sleep(STUCK_AFTER_S + 1)
     assert health(queue).status == 503
+
+
+async def test_failures_of_one_kind_do_not_run_up_the_back_off_of_another():
+    """An API server that was away for long refuses something as it comes back; it was never asked for a minute."""
+    queue: Queue[str] = Queue()
+    delays = [queue.retry("a", at_most_s=3) for _ in range(2000)]
+    assert delays[-1] == 3
+    assert queue.retry("a") == 4
+    assert [queue.retry("a") for _ in range(2000)][-1] == 60

@@ -303,6 +303,22 @@ async def test_a_pod_that_lost_our_label_is_deleted_rather_than_left_with_traffi
     assert f"delete Pod {name}" in server.calls
 
 
+@pytest.mark.parametrize("kind", ["Pod", "Service", "ConfigMap", "StatefulSet"])
+async def test_a_copy_of_a_groups_object_without_our_label_is_its_makers(server: Server, made: Reconciler, kind: str):
+    """As `kubectl debug --copy-to` makes one, or somebody who looks into a failure."""
+    show(made, server.resource(dataParallel={"size": 2}))
+    await asyncio.sleep(5)
+    name = next(name for found, name in server.objects if found == kind and name != "web")
+    copied = copy.deepcopy(server.objects[kind, name])
+    copied["metadata"] |= {"name": "my-copy", "uid": "copy"}
+    copied["metadata"].pop("ownerReferences", None)
+    server.objects[kind, "my-copy"] = copied
+    made.seen(kind, {"type": "ADDED", "object": server._stamped(copied)})
+    made.seen(kind, {"type": "DELETED", "object": server._stamped(copied)})  # somebody took our label from it
+    await asyncio.sleep(5)
+    assert f"delete {kind} my-copy" not in server.calls
+
+
 async def test_a_taken_name_is_said_once_and_asked_about_without_writing(server: Server, made: Reconciler):
     strange = {"kind": "Service", "metadata": {"name": "web", "namespace": "ns", "uid": "x", "labels": {}}, "spec": {}}
     server.objects["Service", "web"] = strange

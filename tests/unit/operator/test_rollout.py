@@ -255,7 +255,15 @@ def test_an_annotation_that_stays_after_the_drain_moves_no_group_that_has_come_b
     world.cr = msgspec.structs.replace(world.cr, metadata=meta)
     world.reconcile()
     assert states(world) == [(0, "Serving")]
-    world.nodes = {}  # an operator that may not read nodes has only the annotation
+    world.nodes = {"n2": Node(name="n2", tainted=True)}  # as some autoscalers empty a node
+    world.reconcile()
+    assert sorted(states(world)) == [(0, "Serving"), (0, "Starting")]
+
+
+def test_the_annotation_alone_counts_where_nodes_may_not_be_read():
+    world = serving(1, rollout={"maxSurge": 1, "maxUnavailable": 0})
+    meta = msgspec.structs.replace(world.cr.metadata, annotations={naming.ANNOTATION_DRAIN_NODES: "n2"})
+    world.cr = msgspec.structs.replace(world.cr, metadata=meta)
     world.reconcile()
     assert sorted(states(world)) == [(0, "Serving"), (0, "Starting")]
 
