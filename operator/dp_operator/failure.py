@@ -175,28 +175,24 @@ def late_certain(entry: GroupStatus, objects: IncarnationObjects, now: float) ->
     What ended once the first member was deleted may have ended by that. Times are whole seconds: of the second of the
     notice only that counts which no deletion does.
     """
-    known = entry.last_failures[0] if entry.last_failures else None
-    noticed = _may_be_corrected(entry, known, now)
-    if known is None or noticed is None:
+    known, noticed = _open_case(entry, now)
+    if known is None:
         return None
+
+    def is_certain(sign: _Sign) -> bool:
+        if sign.klass == _OOM or sign.failure.signal in _CRASHES:
+            return sign.at <= noticed
+        return sign.failure.signal == "SIGKILL" and sign.at < noticed
+
     before = (_class_of(known), seconds(known.time) or now)
-    found = [
-        sign
-        for sign in _ends(entry, objects, now)
-        if (sign.klass, sign.at) < before
-        and (sign.at < noticed or (sign.at == noticed and (sign.klass == _OOM or sign.failure.signal in _CRASHES)))
-        and (sign.klass == _OOM or sign.failure.signal in _OF_THE_KERNEL)
-    ]
-    return _first_of(found) if found else None
+    found = [s for s in _ends(entry, objects, now) if (s.klass, s.at) < before and is_certain(s)]
+    return _first_of(sorted(found, key=_order)) if found else None
 
 
 def late_logs(entry: GroupStatus, objects: IncarnationObjects, now: float) -> list[LogWanted]:
     """Logs of engines that ended before anything was deleted, which may explain more than the log of the known cause."""
-    known = entry.last_failures[0] if entry.last_failures else None
-    noticed = _may_be_corrected(entry, known, now)
-    if known is None or noticed is None or not _doubtful(known):
-        return []
-    if symptoms.tells_of_itself(known.first_error_lines):
+    known, noticed = _open_case(entry, now)
+    if known is None or not _doubtful(known) or symptoms.tells_of_itself(known.first_error_lines):
         return []
     ends = sorted(_ends(entry, objects, now), key=_order)
     return _logs_of_others(
@@ -212,12 +208,13 @@ def late_logs(entry: GroupStatus, objects: IncarnationObjects, now: float) -> li
     )
 
 
-def _may_be_corrected(entry: GroupStatus, known: Failure | None, now: float) -> float | None:
-    """When the failure of a group that is being taken away was noticed; None where its cause is settled."""
+def _open_case(entry: GroupStatus, now: float) -> tuple[Failure | None, float]:
+    """The failure of a group that is being taken away, and when it was noticed; no failure where its cause is settled."""
+    known = entry.last_failures[0] if entry.last_failures else None
     if known is None or not known.charged or known.incarnation != entry.incarnation:
-        return None
+        return None, 0.0
     noticed = seconds(known.noticed_at)
-    return noticed if noticed is not None and now <= noticed + CORRECTED_WITHIN_S else None
+    return (known, noticed) if noticed is not None and now <= noticed + CORRECTED_WITHIN_S else (None, 0.0)
 
 
 def _doubtful(failure: Failure) -> bool:
@@ -265,9 +262,13 @@ def _ends(entry: GroupStatus, objects: IncarnationObjects, now: float) -> list[_
         ended = _engine_end(pod)
         if ended and not _removal_came_first(pod, ended):
             klass, failure = _explain_end(pod, ended, entry, now, assumed=assumed)
-            at = seconds(failure.time) or now
-            found.append(_Sign(klass, at, _with_rank(failure, objects.first_ranks.get(pod.name))))
+            found.append(_sign_of(klass, failure, objects, now))
     return found
+
+
+def _sign_of(klass: int, failure: Failure, objects: IncarnationObjects, now: float) -> _Sign:
+    at = seconds(failure.time) or now
+    return _Sign(klass, at, _with_rank(failure, objects.first_ranks.get(failure.pod)))
 
 
 def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
@@ -292,10 +293,9 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
             klass, failure = _OUTSIDE, _outside("PodDeleted", pod, words, entry, now)
         else:
             continue
-        at = seconds(failure.time) or now
-        found.append(_Sign(klass, at, _with_rank(failure, firsts.get(pod.name))))
+        found.append(_sign_of(klass, failure, objects, now))
     if found:
-        first, *others = sorted(found, key=_order)
+        first, *others = found = sorted(found, key=_order)
         doubtful = [sign.failure for sign in others if _doubtful(sign.failure)] if _doubtful(first.failure) else []
         return Verdict(_first_of(found), others=tuple(doubtful))
     missing = [] if objects.head else [entry.head_pod]
@@ -330,8 +330,7 @@ def _order(sign: _Sign) -> tuple[int, float, int]:
 
 
 def _first_of(found: list[_Sign]) -> Failure:
-    """The sign that explains most, the earliest of equals; others of the same second are named."""
-    found = sorted(found, key=_order)
+    """The first of signs that are in order; others of the same second are named."""
     first = found[0]
     ties = [
         f"{sign.failure.pod} (rank {sign.failure.rank})"

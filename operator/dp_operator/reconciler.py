@@ -465,8 +465,6 @@ class Reconciler:
 
     async def _with_logs(self, cr: api.DataParallelDeployment, decided: Plan) -> Plan:
         """Add to a failure what the engine's log says: its pod goes next. Without the log it is as good as it can be."""
-        if not decided.logs:
-            return decided
         texts = await asyncio.gather(*(self._log_once(cr, wanted) for wanted in decided.logs))
         explained = bounded(with_logs(decided.status, list(zip(decided.logs, texts, strict=True))))
         events = list(decided.events)
