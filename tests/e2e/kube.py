@@ -274,6 +274,15 @@ class Space:
             within_s=within_s,
         )
 
+    def until_replaced(self, name: str, first: Any, *, within_s: float = 90) -> Any:
+        """The group's entry once another incarnation than that of `first` serves."""
+        return until(
+            "another incarnation serves",
+            lambda: self.group(name),
+            lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
+            within_s=within_s,
+        )
+
     def snapshot(self, name: str, group: int = 0) -> Any:
         """What the relay of a group says."""
         pod = self.head(name, group)["metadata"]["name"]

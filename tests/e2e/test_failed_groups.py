@@ -27,13 +27,7 @@ def test_deleting_a_worker_while_the_group_starts_replaces_it_once_and_crashes_n
         first = space.group("start")
         (victim,) = [name for name in space.pods("start", role="worker") if name.endswith("-w-1")]
         space.kubectl("delete", "pod", victim, "--wait=false")
-        until(
-            "another incarnation is Ready",
-            lambda: space.group("start"),
-            lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
-            within_s=90,
-        )
-    group = space.group("start")
+        group = space.until_replaced("start", first)
     (failure,) = group["lastFailures"]
     assert failure["reason"] == "PodDeleted"
     assert failure["pod"] == victim
@@ -60,13 +54,7 @@ def test_a_rank_that_crashes_while_serving_is_named_and_its_group_replaced_after
     with Film(space, "dataparalleldeployments") as film:
         with contextlib.suppress(RefusedError, urllib3.exceptions.HTTPError):  # nobody is left to answer it
             space.complete("served", rank=1, timeout_s=2)
-        until(
-            "another incarnation is Ready",
-            lambda: space.group("served"),
-            lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
-            within_s=90,
-        )
-    group = space.group("served")
+        group = space.until_replaced("served", first)
     (failure,) = group["lastFailures"]
     assert (failure["rank"], failure["reason"], failure["charged"]) == (1, "EngineExited", True)
     assert failure["incarnation"] == first["incarnation"]
@@ -103,13 +91,7 @@ def test_in_a_moe_group_the_rank_that_failed_is_named_and_not_those_that_fell_wi
     first = space.group("felled")
     with contextlib.suppress(RefusedError, urllib3.exceptions.HTTPError):
         space.complete("felled", rank=1, timeout_s=5)
-    until(
-        "another incarnation is Ready",
-        lambda: space.group("felled"),
-        lambda group: group["incarnation"] != first["incarnation"] and group["state"] == "Serving",
-        within_s=90,
-    )
-    group = space.group("felled")
+    group = space.until_replaced("felled", first)
     (failure,) = group["lastFailures"]
     assert (failure["rank"], failure["charged"]) == (1, True), failure
     assert "fault fatal-on-request" in failure["firstErrorLines"], failure

@@ -104,14 +104,9 @@ def test_real_vllm_starts_serves_from_every_rank_is_replaced_as_a_group_and_goes
     the_version_is_found_in_the_image(space, film, status, mode)
     every_rank_answers(space, "real", mode)
 
-    incarnation = space.group("real")["incarnation"]
+    before = space.group("real")
     kill_rank(space, first[1], 1)
-    group = until(
-        "another incarnation serves",
-        lambda: space.group("real"),
-        lambda group: group["incarnation"] != incarnation and group["state"] == "Serving",
-        within_s=START_S,
-    )
+    group = space.until_replaced("real", before, within_s=START_S)
     (failure,) = group["lastFailures"]
     assert (failure["rank"], failure["pod"], failure["charged"]) == (1, first[1], True), failure
     assert failure["reason"] == "EngineExited", failure

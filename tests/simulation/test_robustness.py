@@ -16,7 +16,7 @@ from dp_operator.api import KIND
 from dp_operator.client import ApiError
 from dp_operator.render import Settings
 from tests.simulation import process as process_module
-from tests.simulation.cluster import NAMESPACE
+from tests.simulation.cluster import NAMESPACE, Object
 from tests.simulation.history import History, World
 from tests.simulation.virtual import Loop
 
@@ -294,6 +294,15 @@ def test_a_second_change_of_a_kept_object_is_applied_although_nobody_touched_it_
     play(script)
 
 
+async def fall(world: World, first: Object, second: Object, *, gap_s: float, lags_s: tuple[float, float]) -> None:
+    """A pod runs out of memory and another ends after it; each node's kubelet reports with its own lag."""
+    for pod, lag_s in zip((first, second), lags_s, strict=True):
+        world.cluster.nodes[pod["spec"]["nodeName"]].report_lag_s = lag_s
+    world.cluster._engine_ends(first["metadata"]["uid"], 137, "OOMKilled", cascade=False)
+    await asyncio.sleep(gap_s)
+    world.cluster._engine_ends(second["metadata"]["uid"], 1, "Error", cascade=False)
+
+
 def test_an_end_is_reported_when_its_node_gets_to_it_and_not_in_the_order_of_the_ends():
     """What the choice of the cause is tried with: the first that is heard of may be the last that happened."""
 
@@ -311,11 +320,7 @@ def test_an_end_is_reported_when_its_node_gets_to_it_and_not_in_the_order_of_the
 
         world.cluster.watchers.append(saw)
         first, second = sorted(world.pods(), key=lambda pod: pod["metadata"]["name"])
-        for pod, lag_s in ((first, 0.9), (second, 0.1)):
-            world.cluster.nodes[pod["spec"]["nodeName"]].report_lag_s = lag_s
-        world.cluster._engine_ends(first["metadata"]["uid"], 137, "OOMKilled", cascade=False)
-        await asyncio.sleep(0.3)
-        world.cluster._engine_ends(second["metadata"]["uid"], 1, "Error", cascade=False)
+        await fall(world, first, second, gap_s=0.3, lags_s=(0.9, 0.1))
         await asyncio.sleep(2)
         names = [first["metadata"]["name"], second["metadata"]["name"]]
         (ends,) = world.cluster.ends.values()
@@ -332,11 +337,7 @@ def test_a_rank_that_was_killed_first_is_the_cause_though_its_kubelet_reports_la
             node.capacity = 1
         await ready(world)
         first, second = sorted(world.pods(), key=lambda pod: pod["metadata"]["name"], reverse=True)
-        for pod, lag_s in ((first, 3.0), (second, 0.05)):
-            world.cluster.nodes[pod["spec"]["nodeName"]].report_lag_s = lag_s
-        world.cluster._engine_ends(first["metadata"]["uid"], 137, "OOMKilled", cascade=False)
-        await asyncio.sleep(1.1)
-        world.cluster._engine_ends(second["metadata"]["uid"], 1, "Error", cascade=False)
+        await fall(world, first, second, gap_s=1.1, lags_s=(3.0, 0.05))
         await until(world, lambda: failed(world) and not world.unrest())
         (group,) = api.decode(world.cr()).status.groups
         (failure,) = group.last_failures
