@@ -74,7 +74,7 @@ def ensure(bed: Bed | KindCluster) -> None:
 def ensure_variant(bed: Bed | KindCluster, reference: str, context: Path) -> None:
     """Build the operator anew from a copy of its folder that somebody has changed, and bring it to every node.
 
-    `context` is laid out as the checkout. To be called after `ensure`, so that only the changed layers are built.
+    `context` is laid out as the checkout. To be called after `ensure`, so that as a rule only the changed layers are built.
     """
     image = Image(reference, OPERATOR.folder, OPERATOR.packages)
     if isinstance(bed, KindCluster):
@@ -84,7 +84,9 @@ def ensure_variant(bed: Bed | KindCluster, reference: str, context: Path) -> Non
         bed.load(archive)
         return
     layout = context / "layout"
-    _build(image, base_image.ensure(), layout, context=context)
+    base = base_image.ensure()
+    _provide_wheels(image, context)  # the image in the cache may have been built from another checkout
+    _build(image, base, layout, context=context)
     _load(image, layout, bed.nodes)
 
 
@@ -123,7 +125,7 @@ def _layout(image: Image) -> Path:
     target = shelf / inputs_digest(image, CHECKOUT)
     if not target.exists():
         base = base_image.ensure()
-        _provide_wheels(image)
+        _provide_wheels(image, CHECKOUT)
         shelf.mkdir(parents=True, exist_ok=True)
         unfinished = shelf / f".{os.getpid()}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -165,16 +167,16 @@ def _import(node: str, image: Image, layout: Path) -> None:
         archive.unlink(missing_ok=True)
 
 
-def _provide_wheels(image: Image) -> None:
+def _provide_wheels(image: Image, context: Path) -> None:
     """Put the wheels of the lock file into the build context: the build itself has no network."""
-    lock = CHECKOUT / image.folder / "requirements.lock"
+    lock = context / image.folder / "requirements.lock"
     cached = cache_dir() / "wheels" / f"{_file_digest(lock)[:20]}-{oci.architecture()}"
     if not cached.exists():
         unfinished = cached.with_name(f".{cached.name}.{os.getpid()}")
         with step(f"downloading the wheels of {image.reference}"):
             run([*_pip(), "download", *_pip_options(), "--dest", unfinished, "--requirement", lock])
         unfinished.rename(cached)
-    folder = CHECKOUT / image.folder / "wheels"
+    folder = context / image.folder / "wheels"
     wanted = {path.name: path for path in cached.iterdir()}
     for stale in folder.glob("*.whl"):
         if stale.name not in wanted:
