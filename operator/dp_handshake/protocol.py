@@ -190,6 +190,9 @@ def resume(state: Handshake, stages: bytes, init: bytes | None, *, now: float) -
     Ranks between HELLO and READY must come back by themselves (a DEALER reconnects and does not repeat HELLO). For a
     rank whose HELLO was on its way to the head nobody can know whether the head has heard it: a second HELLO would end
     the head, silence would make the rank wait five minutes. It counts as lost.
+
+    INIT is sent once more to those that were sent it: it may have ended with the earlier process' queues. vLLM's head
+    says the same to all ranks (notes §2.2), and an engine reads one INIT and leaves any other unread.
     """
     state.adopting = True
     state.init = init
@@ -202,6 +205,8 @@ def resume(state: Handshake, stages: bytes, init: bytes | None, *, now: float) -
         elif state.stages[rank] in (Stage.CONNECTED, Stage.LEAVING):
             state.stages[rank] = Stage.CONNECTED
             state.suspects[rank] = now + LOST_AFTER_RESTART_S
+            if init is not None:
+                state.undelivered[rank] = [init]
     return effects
 
 

@@ -259,9 +259,13 @@ class Port:
         return descriptor if descriptor in self._gate.open else None
 
     def _head_frames(self, rank: int, frames: list[bytes]) -> None:
-        self._run(protocol.step(self._state, protocol.HeadFrames(rank, frames), now=self._clock()))
-        # Only once it is sent: a relay that is killed before counts the rank as lost, rather than as one that has its INIT.
+        known = self._state.init
+        effects = protocol.step(self._state, protocol.HeadFrames(rank, frames), now=self._clock())
+        if known is None and self._state.init is not None:
+            self._journal.write_init(self._state.init)
+        # A relay that is killed from here on sends it again, and an engine leaves a second one unread.
         self._journal.write([(rank, protocol.Stage.CONNECTED)])
+        self._run(effects)
 
     def _delivered(self, rank: int) -> None:
         self._journal.write([(rank, protocol.Stage.READY)])

@@ -338,7 +338,6 @@ class Service:
                 api_ready=seen.api_ready,
                 local=snapshot.local(self._plan, seen),
                 loaded_pods=sorted(seen.loaded_pods),
-                init=handshake.init,
                 lost=handshake.lost,
                 violations=handshake.violations,
                 violation_count=handshake.violation_count,
@@ -365,9 +364,9 @@ class Service:
             return
         roster.released_at = saved.released_at
         self._release()
-        stages = read_journal(journal_path, size=self._plan.size)
+        stages, init = read_journal(journal_path, size=self._plan.size)
         if saved.listening_at is not None or any(stages):
-            protocol.resume(handshake, stages, saved.init, now=time.time())
+            protocol.resume(handshake, stages, init, now=time.time())
             log.info("ranks: %s", protocol.summary(handshake))
 
 

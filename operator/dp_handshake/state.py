@@ -1,7 +1,8 @@
 """What survives a restart of the relay: two files on the pod's emptyDir.
 
-`ranks.log` is written ahead: one line per step of a rank that must not happen twice. `state.json` holds everything
-else; it is replaced as a whole, and what is told to the operator has been written before.
+`ranks.log` is written ahead: one line per step of a rank that must not happen twice, and one for the INIT that the ranks
+are sent. `state.json` holds everything else; it is replaced as a whole, and what is told to the operator has been written
+before.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ class Saved(Struct, kw_only=True, omit_defaults=True):
     api_ready: bool = False
     local: Local = Local()
     loaded_pods: list[str] = []
-    init: bytes | None = None
     lost: list[RankLost] = []
     violations: list[Violation] = []
     violation_count: int = 0
 
 
 class Journal:
-    """Append-only `rank stage` lines. Without a directory to write to it goes on, and says so once."""
+    """Append-only lines, `rank stage` and `init hex`. Without a directory to write to it goes on, and says so once."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = None
@@ -50,9 +50,14 @@ class Journal:
             log.warning("cannot write %s; a restart of the relay will forget its ranks: %s", path, error)
 
     def write(self, steps: list[tuple[int, Stage]]) -> None:
+        self._append("".join(f"{rank} {stage.value}\n" for rank, stage in steps))
+
+    def write_init(self, frame: bytes) -> None:
+        self._append(f"init {frame.hex()}\n")
+
+    def _append(self, text: str) -> None:
         if self._descriptor is None:
             return
-        text = "".join(f"{rank} {stage.value}\n" for rank, stage in steps)
         try:
             os.write(self._descriptor, text.encode())
         except OSError as error:
@@ -65,21 +70,25 @@ class Journal:
             self._descriptor = None
 
 
-def read_journal(path: Path, *, size: int) -> bytes:
-    """Give the furthest stage of every rank; damaged lines, such as a cut last one, are left out."""
+def read_journal(path: Path, *, size: int) -> tuple[bytes, bytes | None]:
+    """Give the furthest stage of every rank, and INIT; damaged lines, such as a cut last one, are left out."""
     stages = bytearray(size)
+    init = None
     try:
         text = path.read_text(errors="replace")
     except OSError:
-        return bytes(stages)
+        return bytes(stages), None
     lines = text.split("\n")[:-1]
     for line in lines:
         rank, _, stage = line.partition(" ")
-        if rank.isascii() and rank.isdigit() and stage.isascii() and stage.isdigit():
+        if rank == "init":
+            with contextlib.suppress(ValueError):
+                init = init or bytes.fromhex(stage)
+        elif rank.isascii() and rank.isdigit() and stage.isascii() and stage.isdigit():
             index, value = int(rank), int(stage)
             if index < size and value <= Stage.READY:
                 stages[index] = max(stages[index], value)
-    return bytes(stages)
+    return bytes(stages), init
 
 
 def save(path: Path, saved: Saved) -> bool:
