@@ -488,6 +488,8 @@ def prestop(seconds: float) -> int:
                     failures, pause_s = 1, 0.1
                 else:
                     pause_s = 0.0
+        except socket.timeout:  # noqa: UP041 - of its own kind before Python 3.10
+            break  # nobody to say no: the head's address is gone, or its node
         except OSError:
             failures += 1
         time.sleep(pause_s)

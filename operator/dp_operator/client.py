@@ -180,18 +180,17 @@ class Client:
             "PATCH", path(kind, namespace, name), body=change, content_type="application/json-patch+json"
         )
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> Object:
-        """DELETE this very object (uid), its dependents by the garbage collector."""
-        return await self.request(
-            "DELETE",
-            path(kind, namespace, name),
-            body={
-                "kind": "DeleteOptions",
-                "apiVersion": "v1",
-                "preconditions": {"uid": uid},
-                "propagationPolicy": "Background",
-            },
-        )
+    async def delete(self, kind: str, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> Object:
+        """DELETE this very object (uid), its dependents by the garbage collector. grace_s: instead of a pod's own."""
+        options: Object = {
+            "kind": "DeleteOptions",
+            "apiVersion": "v1",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Background",
+        }
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        return await self.request("DELETE", path(kind, namespace, name), body=options)
 
     async def log(self, namespace: str, pod: str, *, previous: bool) -> str:
         """The end of the engine's log, at most _LOG_BYTES of it; previous: of the container before the last restart."""

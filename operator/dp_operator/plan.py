@@ -75,6 +75,7 @@ class Delete(Struct, frozen=True):
     kind: str
     name: str
     uid: str
+    grace_s: int | None = None  # None: as long as the object itself says
 
 
 class Event(Struct, frozen=True):
@@ -177,7 +178,7 @@ def plan(situation: Situation) -> Plan:
         elif rollout.alive(entry) and objects:
             _repair(situation, entry, objects, draft)
         elif entry.state == "Stopping" and objects:
-            _delete(objects, draft)
+            _delete(objects, draft, head_grace_s=_head_grace_s(situation, entry))
     _keep(situation, draft)
 
     draft.entries = sorted(stepped, key=lambda e: (e.index, e.incarnation))
@@ -812,11 +813,24 @@ def _repair(situation: Situation, entry: GroupStatus, objects: IncarnationObject
         _ensure(situation, render.disruption_budget(inc, pods=len(objects.first_ranks), opened=opened), draft)
 
 
-def _delete(objects: IncarnationObjects, draft: _Draft) -> None:
+def _head_grace_s(situation: Situation, entry: GroupStatus) -> int | None:
+    """How long a head has to end, where that is not what its pod says.
+
+    One that hangs heeds no SIGTERM and would use up its whole grace period. One that is only too busy for its probe may
+    have requests to finish, so these keep their time; what comes on top of it, to end neatly in, is of use to nobody.
+    """
+    failure = entry.last_failures[0] if entry.last_failures else None
+    if failure is None or failure.incarnation != entry.incarnation or failure.reason != "HeadUnhealthy":
+        return None
+    drain = situation.cr.spec.drain
+    return max(1, drain.endpoint_seconds + drain.timeout_seconds)  # 0 would not wait for the kubelet
+
+
+def _delete(objects: IncarnationObjects, draft: _Draft, *, head_grace_s: int | None) -> None:
     """Head first, then workers and budget, then what terminating workers still use."""
     steps = draft.deletes.setdefault(objects.id, [])
     if objects.head and not objects.head.metadata.deletion_timestamp:
-        _add(steps, 0, Delete("Pod", objects.head.name, objects.head.metadata.uid))
+        _add(steps, 0, Delete("Pod", objects.head.name, objects.head.metadata.uid, head_grace_s))
     for stateful_set in objects.stateful_sets.values():
         if not stateful_set.metadata.deletion_timestamp:
             _add(steps, 1, Delete("StatefulSet", stateful_set.metadata.name, stateful_set.metadata.uid))

@@ -559,8 +559,8 @@ class Reconciler:
                 return await self._create(uid, manifest)
             case Apply(manifest):
                 return await self._apply(uid, manifest)
-            case Delete(kind, name, object_uid):
-                return await self._delete(uid, kind, name, object_uid)
+            case Delete():
+                return await self._delete(uid, action)
 
     async def _create(self, uid: str, manifest: dict[str, Any]) -> bool:
         kind, meta = manifest["kind"], manifest["metadata"]
@@ -679,15 +679,16 @@ class Reconciler:
         self.cache.put(kind, applied)
         return True
 
-    async def _delete(self, uid: str, kind: str, name: str, object_uid: str) -> bool:
-        found = next(((k, o) for k, o in self.cache.owned(uid) if o["metadata"]["uid"] == object_uid), None)
+    async def _delete(self, uid: str, action: Delete) -> bool:
+        kind, name = action.kind, action.name
+        found = next(((k, o) for k, o in self.cache.owned(uid) if o["metadata"]["uid"] == action.uid), None)
         if found is None:
             return False
         namespace = found[1]["metadata"]["namespace"]
         try:
-            answer = await self._client.delete(kind, namespace, name, object_uid)
+            answer = await self._client.delete(kind, namespace, name, action.uid, grace_s=action.grace_s)
         except ApiError as error:
-            if error.status == 409 and await self._exists(kind, namespace, name, object_uid):
+            if error.status == 409 and await self._exists(kind, namespace, name, action.uid):
                 raise  # not about the uid: somebody changed it at the same moment
             if error.status not in (404, 409):
                 raise

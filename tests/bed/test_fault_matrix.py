@@ -557,6 +557,8 @@ def test_a_head_that_hangs_gets_no_requests_and_is_replaced_after_unhealthy_seco
     assert left_at - seen.struck_at <= PROBE_S + NAMED_WITHIN_S
     assert seen.named_at - left_at >= UNHEALTHY_S - 4, "endpoints are told of late, and times are whole seconds"
     check(ground, HUNG, seen, recoveries, since=left_at + UNHEALTHY_S)
+    own_s = seen.before.pods[seen.before.entry["headPod"]]["spec"]["terminationGracePeriodSeconds"]
+    assert seen.begun_at - seen.named_at < own_s, "it heeds no SIGTERM and is not waited for any longer"
     assert endpoints(ground, HUNG.name) == [seen.entry["headPod"]]
 
 

@@ -182,12 +182,12 @@ def _while_ready(space: Space, name: str, mode: Mode, *, model: str) -> Seen:
             space.complete_at(pod, port, model=model, timeout_s=60)
     after = served()
     text = space.kubectl("exec", head, "-c", "relay", "--", "cat", "/run/dataparallel/ranks.log")
-    steps = [(int(rank), int(stage)) for rank, stage in (line.split() for line in text.splitlines())]
+    steps = [line.split() for line in text.splitlines()]
     return Seen(
         status=status,
         pods=pods,
         snapshot=space.snapshot(name),
-        relayed={rank for rank, stage in steps if stage == Stage.READY.value},
+        relayed={int(rank) for rank, what in steps if what == str(Stage.READY.value)},
         asked=asked,
         served=before,
         served_directly={

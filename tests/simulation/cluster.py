@@ -359,7 +359,7 @@ class Cluster:
             raise ApiError(409, "Conflict", "the object has been modified")
         return self._change(old, status=obj["status"])
 
-    def delete(self, kind: str, name: str, uid: str) -> Object:
+    def delete(self, kind: str, name: str, uid: str, *, grace_s: int | None = None) -> Object:
         obj = self.objects.get((kind, name))
         if obj is None:
             raise ApiError(404, "NotFound", f"{kind} {name}")
@@ -374,8 +374,8 @@ class Cluster:
             return obj
         self._injure(obj)
         meta = obj["metadata"] | {
-            "deletionTimestamp": timestamp(self.now + GRACE_S),
-            "deletionGracePeriodSeconds": GRACE_S,
+            "deletionTimestamp": timestamp(self.now + (grace_s or GRACE_S)),
+            "deletionGracePeriodSeconds": grace_s or GRACE_S,
         }
         obj = self._change(obj, metadata=meta)
         self.after(0.5, 6.0, self._on_node, obj, self._end_deletion)

@@ -136,13 +136,13 @@ class FakeClient:
         """The model keeps no managedFields: who owns a field is tried on a real API server."""
         await self.get(kind, namespace, name)
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> Object:
+    async def delete(self, kind: str, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> Object:
         def act() -> Object:
             obj = self._cluster.objects.get((kind, name))
             if obj and obj["metadata"]["uid"] == uid:
                 self._process.watchdog.before_delete(self._process, obj)
             self._cluster.note(f"delete {kind} {name}")
-            return self._cluster.delete(kind, name, uid)
+            return self._cluster.delete(kind, name, uid, grace_s=grace_s)
 
         return await self._request(act)
 

@@ -76,6 +76,27 @@ async def test_how_long_an_overloaded_api_server_wants_to_be_left_alone_is_read(
     assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
 
 
+@pytest.mark.parametrize(("grace_s", "said"), [(None, {}), (5, {"gracePeriodSeconds": 5})])
+async def test_only_the_very_object_is_deleted_with_its_own_grace_period_unless_another_is_given(
+    monkeypatch: pytest.MonkeyPatch, grace_s: int | None, said: dict[str, int]
+) -> None:
+    monkeypatch.setattr(client, "credentials", lambda: kopf.ConnectionInfo(server="https://api"))
+    options: dict[str, Any] = {}
+
+    async def request(_: object, method: str, path: str, *, body: dict[str, Any]) -> Any:
+        assert (method, path) == ("DELETE", "/api/v1/namespaces/ns/pods/p")
+        options.update(body)
+
+    monkeypatch.setattr(client.Client, "request", request)
+    await client.Client().delete("Pod", "ns", "p", "uid-1", grace_s=grace_s)
+    assert options == said | {
+        "kind": "DeleteOptions",
+        "apiVersion": "v1",
+        "preconditions": {"uid": "uid-1"},
+        "propagationPolicy": "Background",
+    }
+
+
 async def test_the_api_servers_clock_is_known_from_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its times are what deadlines are compared with, whatever the clock of the operator's node says."""
     ahead_s = 0

@@ -365,6 +365,38 @@ def test_a_head_that_stays_unready_is_replaced_after_unhealthy_seconds():
     assert world.cr.status.groups[0].last_failures[0].reason == "HeadUnhealthy"
 
 
+@pytest.mark.parametrize(("endpoint_s", "timeout_s", "grace_s"), [(5, 60, 65), (0, 5, 5), (0, 0, 1)])
+def test_a_head_that_hangs_has_the_time_of_its_requests_to_end_and_no_margin(endpoint_s, timeout_s, grace_s):
+    """It heeds no SIGTERM, so its group would wait for all that it is given; without any the kubelet is not awaited."""
+    drain = {"endpointSeconds": endpoint_s, "timeoutSeconds": timeout_s}
+    world = World(failurePolicy={"unhealthySeconds": 30}, drain=drain)
+    incarnation = world.make_ready()
+    world.ready_head(incarnation, ready=False)
+    world.reconcile()
+    world.now += 31
+    deletes = [action for action in world.plan().actions if isinstance(action, Delete)]
+    assert {action.kind: action.grace_s for action in deletes} == {
+        "Pod": grace_s,
+        "StatefulSet": None,
+        "PodDisruptionBudget": None,
+    }
+
+
+def test_a_head_that_goes_for_other_reasons_has_its_pods_own_time_to_end_also_if_the_one_before_it_hung():
+    world = World(failurePolicy={"unhealthySeconds": 30, "backoffSeconds": 1})
+    world.ready_head(world.make_ready(), ready=False)
+    world.reconcile()
+    world.now += 31
+    world.reconcile()
+    world.kubelets_finish_deleting()
+    world.now += 31
+    world.make_ready()
+    assert world.entry().last_failures[0].reason == "HeadUnhealthy"
+    world.change_spec(replicas=0)
+    deletes = [action for action in world.plan().actions if isinstance(action, Delete)]
+    assert [action.grace_s for action in deletes if action.kind == "Pod"] == [None]
+
+
 @pytest.mark.parametrize("wrong_by_s", [-3600, 3600])
 def test_a_head_is_not_replaced_sooner_or_later_because_its_nodes_clock_is_wrong(wrong_by_s):
     world = World(failurePolicy={"unhealthySeconds": 30})

@@ -100,7 +100,9 @@ class Server:
         obj["metadata"]["labels"] = dict(manifest["metadata"]["labels"])
         return self._stamped(obj)
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> dict[str, Any]:
+    async def delete(
+        self, kind: str, namespace: str, name: str, uid: str, *, grace_s: int | None = None
+    ) -> dict[str, Any]:
         self._may("delete", kind, name)
         if kind == "Pod" or name in self.finalizers:
             self.objects[kind, name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
