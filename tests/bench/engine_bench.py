@@ -36,7 +36,8 @@ from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Init  # 
 from dp_engine.processes import Stopper  # noqa: E402
 from tests.bench.ranks import be_all_ranks  # noqa: E402
 from tests.conformance import environment, report  # noqa: E402
-from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Vllm, free_port  # noqa: E402
+from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Vllm  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 
 TOKENS = 8
 AT_ONCE = 32

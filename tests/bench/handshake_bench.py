@@ -29,12 +29,12 @@ from tests.bench.ranks import be_all_ranks  # noqa: E402
 from tests.component.handshake.play import (  # noqa: E402
     RelayProcess,
     address_of,
-    free_ports,
     head_loop,
     init_message,
     make_plan,
     many_sockets,
 )
+from tests.ports import free_ports  # noqa: E402
 
 RANKS_PER_POD = 64
 

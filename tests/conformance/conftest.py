@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,12 +39,6 @@ def until(condition: Callable[[], Any], *, within_s: float, last: Callable[[], s
             pytest.fail(f"not within {within_s:g} s; last seen:\n{last()}")
         time.sleep(0.02)
     return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Program:

@@ -6,7 +6,8 @@ import zmq
 
 from dp_engine import wire
 from dp_engine.handshake import Addresses, Init
-from tests.conformance.conftest import IMPORT_S, Program, free_port
+from tests.conformance.conftest import IMPORT_S, Program
+from tests.ports import free_port
 
 CALL = ["get_supported_tasks", []]
 

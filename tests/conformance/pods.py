@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from typing import Literal, NamedTuple
 
 from tests.component.handshake.play import RelayProcess, make_plan
-from tests.conformance.conftest import Bed, free_port
+from tests.conformance.conftest import Bed
+from tests.ports import free_port
 
 Mode = Literal["hybrid", "external"]
 MODES: tuple[Mode, ...] = ("hybrid", "external")

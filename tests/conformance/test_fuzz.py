@@ -26,9 +26,10 @@ from dp_engine.handshake import Addresses, Expected, FrontEndHandshake, Handshak
 from dp_engine.modes import resolve
 from dp_engine.options import parse_options
 from dp_engine.versions import wire_of
-from tests.conformance.conftest import RELEASES, REPOSITORY, Api, Bed, Program, free_port, until
+from tests.conformance.conftest import RELEASES, REPOSITORY, Api, Bed, Program, until
 from tests.conformance.front_ends import FrontEnds
 from tests.conformance.report import Table
+from tests.ports import free_port
 
 SEED = int(os.environ.get("FUZZ_SEED", "20"))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "20000"))

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.conftest import IMPORT_S, REPOSITORY, Api, Bed, Program, Release, free_port, until
+from tests.conformance.conftest import IMPORT_S, REPOSITORY, Api, Bed, Program, Release, until
 from tests.conformance.pods import MODES, Mode, Pods, Ports
 from tests.conformance.report import Table
 from tests.conformance.test_vllm_engines import START_S, paused, said
 from tests.conformance.test_vllm_heads import check
+from tests.ports import free_port
 
 REQUESTS = 4
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.conftest import IMPORT_S, Api, Bed, Program, Release, free_port, until
+from tests.conformance.conftest import IMPORT_S, Api, Bed, Program, Release, until
 from tests.conformance.report import Table
+from tests.ports import free_port
 
 START_S = 60.0
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.component.handshake.play import RelayProcess, WorkerSet, make_plan
-from tests.conformance.conftest import IMPORT_S, REPOSITORY, Bed, Release, free_port
+from tests.conformance.conftest import IMPORT_S, REPOSITORY, Bed, Release
 from tests.conformance.report import Table
+from tests.ports import free_port
 
 REQUESTS = 6
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dp_engine import logprobs
-from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Program, Vllm, free_port, until
+from tests.conformance.conftest import DRIVERS, WHOLE, Api, Bed, Program, Vllm, until
 from tests.conformance.report import Table
+from tests.ports import free_port
 
 # Torch, model and HTTP stack from a cold disk, while other programs use both cores.
 START_S = 240.0

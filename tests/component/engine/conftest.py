@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 ENGINE_PATH = str(Path(__file__).parents[3] / "engine_image")
 START_S = 20.0
@@ -178,12 +179,6 @@ class Bed:
                 os.kill(pid, signal.SIGKILL)
         for process in self._started:
             process.popen.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

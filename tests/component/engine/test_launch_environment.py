@@ -54,6 +54,7 @@ def test_a_start_that_fails_half_way_leaves_no_process(bed):
 
 def test_a_front_end_that_dies_while_ranks_are_missing_ends_the_start_of_0_33(bed):
     head = bed.head(size=2, local=1, servers=2)
+    head.wait_for("INIT received")  # the rank beside it; so the servers have told where they are
     os.kill(process_titled(bed, "VLLM::APIServer_1"), signal.SIGKILL)
     assert head.exit_code() == 1
     assert "front end process(es) ended: {'ApiServer_1': -9}" in head.log()

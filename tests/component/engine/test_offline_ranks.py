@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.engine.conftest import free_port
+from tests.ports import free_port
 
 ENGINE_PATH = str(Path(__file__).parents[3] / "engine_image")
 

@@ -27,6 +27,7 @@ import zmq
 
 from dp_handshake.messages import CheckIn, LaunchPlan, Snapshot, WorkerSet
 from dp_handshake.places import places
+from tests.ports import free_port, free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HELLO = msgspec.msgpack.encode({"status": "HELLO", "local": False, "headless": True})
@@ -209,32 +210,13 @@ def make_plan(**changes: Any) -> LaunchPlan:
             WorkerSet(name="g-w", replicas=size // local - head_pods, first_rank=head_pods * local, rank_stride=local)
         ],
         "monitor_host": "127.0.0.1",
-        "monitor_port": free_ports(1),
+        "monitor_port": free_port(),
         "rpc_port": rpc,
-        "api_port": free_ports(1),
+        "api_port": free_port(),
         "head_argv": [],
         "worker_argv": [],
     }
     return LaunchPlan(**{**fields, **changes})
-
-
-_next_port = 20_000 + os.getpid() % 8_000
-
-
-def free_ports(count: int) -> int:
-    """First of `count` adjacent free ports below the ephemeral range."""
-    global _next_port  # noqa: PLW0603
-    while True:
-        first = _next_port
-        _next_port = first + count if first + count < 32_000 else 20_000
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("0.0.0.0", port))
-        except OSError:
-            continue
-        return first
 
 
 def address_of(pod_index: int) -> str:
