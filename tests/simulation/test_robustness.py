@@ -244,11 +244,11 @@ def test_a_conflict_on_a_deletion_is_not_taken_for_the_objects_end():
         await ready(world)
         delete, conflicts = world.cluster.delete, []
 
-        def conflict_once(kind: str, name: str, uid: str) -> dict[str, Any]:
+        def conflict_once(kind: str, name: str, uid: str, **how: Any) -> dict[str, Any]:
             if kind == "ConfigMap" and not conflicts:
                 conflicts.append(name)
                 raise ApiError(409, "Conflict", "the object has been modified")
-            return delete(kind, name, uid)
+            return delete(kind, name, uid, **how)
 
         world.cluster.delete = conflict_once
         world.edit(replicas=0)
