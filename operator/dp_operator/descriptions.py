@@ -28,8 +28,8 @@ DESCRIPTIONS = {
     "spec.enableExpertParallel": "Spread the experts of an MoE model over all ranks instead of slicing each one.",
     "spec.startup.timeoutSeconds": "From release (all pods checked in) to Ready; past it the group has failed.",
     "spec.startup.scheduleTimeoutSeconds": (
-        "For all pods to be scheduled, and then for a container that cannot start (image, mount); past it the group is "
-        "given back and tried again. A pull or an init container that goes on has timeoutSeconds."
+        "For all pods to be scheduled, and from then on for all engines to run: pulls, mounts and init containers such "
+        "as a download of the model must fit in. Past it the group is given back and tried again."
     ),
     "spec.failurePolicy.backoffSeconds": "Wait before the first new attempt; doubles with every charged failure in a row.",
     "spec.failurePolicy.maxBackoffSeconds": "Longest wait between attempts.",

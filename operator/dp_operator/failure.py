@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dp_operator import symptoms
+from dp_operator import preparing, symptoms
 from dp_operator.api import Failure, GroupStatus, Spec, Status
 from dp_operator.observe import IncarnationObjects, Picture, Pod, Terminated, seconds, timestamp
 
@@ -33,12 +33,13 @@ CORRECTED_WITHIN_S = 5.0
 # So many logs of others that ended are read to find out who was first.
 _LOGS_OF_OTHERS = 3
 _KEPT_NODES = 8
-# Containers that are on their way, not stuck.
-_ON_THE_WAY = ("ContainerCreating", "PodInitializing", "")
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 # Reasons of a failed pod that are nobody's fault: the kubelet makes room or shuts down. With any other the kubelet
 # would not even begin with the pod, and would say so again as often as it is asked.
 _REMOVALS = ("Evicted", "Preempting", "Terminated", "Shutdown", "NodeShutdown", "NodeLost")
+# Containers that do not run in time although nothing is wrong with them yet.
+_GOES_ON = "ContainersNotStarted"
+_IF_IT_GOES_ON = ", to be raised if that takes long by its nature"
 _OOM, _SIGNAL, _ERROR, _OUTSIDE, _CLEAN, _AGAIN = range(6)
 # Neither a deletion nor another engine's end ends an engine like that. An abort may be a collective's watchdog.
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -538,8 +539,8 @@ def _too_late(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: 
 def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:
     """Before the release nothing has failed, but nothing may be held for ever either.
 
-    Without a node for every pod, and with an image or container that does not come up, the limit is
-    scheduleTimeoutSeconds; a pull that goes on, or a launcher that is late, has timeoutSeconds.
+    scheduleTimeoutSeconds is the limit for a node for every pod, and then for every engine to run, whatever the kubelets
+    are at meanwhile. Launchers that run and do not check in have timeoutSeconds.
     """
     created, scheduled = seconds(entry.created_at), seconds(entry.scheduled_at)
     if created is None:
@@ -555,22 +556,25 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
             f"so the group gives its nodes back and tries again: {entry.waiting_for}"
         )
         return Verdict(_late("WaitingForCapacity", message, entry, now, charged=False))
-    stuck = _stuck(objects)
     soon = scheduled + startup.schedule_timeout_seconds
-    if stuck and now >= soon:
-        pod, reason, why = stuck
+    held = _stuck(objects) or _not_begun(objects, now)
+    if held and now >= soon:
+        name, reason, why = held
+        pod = next((pod for pod in objects.pods if pod.name == name), None)
+        node = pod.spec.node_name if pod else ""
         message = (
-            f"pod {pod.name} on {pod.spec.node_name} does not come up: {why}, {startup.schedule_timeout_seconds} s after "
-            f"all pods had a node (startup.scheduleTimeoutSeconds): {entry.waiting_for}"
+            f"pod {name}{f' on {node}' if node else ''} {why}, {startup.schedule_timeout_seconds} s after all pods had a "
+            f"node (startup.scheduleTimeoutSeconds{_IF_IT_GOES_ON if reason == _GOES_ON else ''}): {entry.waiting_for}"
         )
         failure = _late(reason, message, entry, now, charged=True)
-        rank = objects.first_ranks.get(pod.name)
-        return Verdict(msgspec.structs.replace(failure, pod=pod.name, node=pod.spec.node_name, rank=rank))
-    late = scheduled + startup.timeout_seconds
+        return Verdict(msgspec.structs.replace(failure, pod=name, node=node, rank=objects.first_ranks.get(name)))
+    if held and held.reason == _GOES_ON:
+        return Verdict(None, soon)
+    late = _all_begun_at(objects, scheduled, soon, now) + startup.timeout_seconds
     if now < late:
         return Verdict(None, min(soon, late) if now < soon else late)
     message = (
-        f"not every pod checked in within {startup.timeout_seconds} s after all pods had a node "
+        f"not every pod checked in within {startup.timeout_seconds} s after all pods had a node and all engines had begun "
         f"(startup.timeoutSeconds): {entry.waiting_for}"
     )
     return Verdict(_late("CheckInDeadlineExceeded", message, entry, now, charged=True))
@@ -586,15 +590,48 @@ def _late(reason: str, message: str, entry: GroupStatus, now: float, *, charged:
     )
 
 
-def _stuck(objects: IncarnationObjects) -> tuple[Pod, str, str] | None:
-    """The first pod whose image or container does not come up: (pod, reason, words)."""
+class _Held(NamedTuple):
+    """A pod whose engine is not to be waited for any longer."""
+
+    pod: str
+    reason: str
+    why: str
+
+
+def _stuck(objects: IncarnationObjects) -> _Held | None:
+    """The first pod whose image or container does not come up."""
     for pod in objects.pods:
         for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
-            held = status.state.waiting
-            if held and held.reason not in _ON_THE_WAY:
+            held = preparing.stuck(status)
+            if held:
                 reason = "ImagePullFailed" if held.reason in _PULL_FAILURES else "ContainerStuck"
-                return pod, reason, f"{held.reason}: container {status.name}: {held.message}"[:400]
+                words = f"does not come up: {held.reason}: container {status.name}: {held.message}"
+                return _Held(pod.name, reason, words[:400])
     return None
+
+
+def _not_begun(objects: IncarnationObjects, now: float) -> _Held | None:
+    """The first pod, by rank, whose engine does not run yet, with what its kubelet is at."""
+    here = {pod.name: pod for pod in objects.pods}
+    late = [name for name in objects.first_ranks if name not in here or not preparing.has_begun(here[name])]
+    if not late:
+        return None
+    first, *others = late
+    pod = here.get(first)
+    work = preparing.at_work(pod) if pod else preparing.Work("it does not exist any more", None)
+    long = f" for {max(0.0, now - work.since):.0f} s" if work.since is not None else ""
+    more = f" (nor do {len(others)} more)" if others else ""
+    return _Held(first, _GOES_ON, f"does not run its engine{more}: {work.words}{long}"[:400])
+
+
+def _all_begun_at(objects: IncarnationObjects, scheduled: float, soon: float, now: float) -> float:
+    """When the last engine began: nobody may have looked at that time, so it is the kubelets' that count.
+
+    A node's clock may be wrong. What cannot be yet counts as the latest that is allowed.
+    """
+    running = [pod.engine.state.running for pod in objects.pods if pod.engine]
+    times = [at for state in running if state and (at := seconds(state.started_at)) is not None]
+    return max([scheduled, *(at if at <= now else min(now, soon) for at in times)])
 
 
 def _unhealthy(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, now: float) -> Verdict:

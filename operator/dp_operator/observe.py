@@ -74,6 +74,7 @@ class ContainerState(_Observed, frozen=True):
 class ContainerStatus(_Observed, frozen=True):
     name: str
     ready: bool = False
+    started: bool | None = None  # None: the kubelet has not said
     restart_count: int = 0
     image: str = ""
     state: ContainerState = field(default_factory=ContainerState)
@@ -98,8 +99,14 @@ class PodStatus(_Observed, frozen=True):
     init_container_statuses: list[ContainerStatus] = []
 
 
+class ContainerSpec(_Observed, frozen=True):
+    name: str
+    restart_policy: str = ""
+
+
 class PodSpec(_Observed, frozen=True):
     node_name: str = ""
+    init_containers: list[ContainerSpec] = []
 
 
 class Pod(_Observed, frozen=True, dict=True):

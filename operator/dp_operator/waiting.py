@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dp_handshake.messages import LaunchPlan, Snapshot
 from dp_handshake.ranks import count_ranks, format_ranks, parse_ranks
+from dp_operator import preparing
 from dp_operator.api import GroupStatus, Stages
 from dp_operator.observe import IncarnationObjects, Pod, seconds
 
@@ -21,7 +22,6 @@ _MONITOR_PATIENCE_S = 5
 # The kubelet alternates between the two, which is no change worth a write.
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff")
 _UNREACHABLE = "MonitorUnreachable: "
-_HARMLESS_WAITS = ("ContainerCreating", "PodInitializing", "")
 
 
 class Waiting(NamedTuple):
@@ -170,21 +170,21 @@ def _before_release(
         absent = [(name, firsts[name]) for name in named if name in firsts]
         if snapshot:
             unnamed = max(0, snapshot.expected_pods - snapshot.arrived_pods - len(named))
-    words = _by_reason(absent, plan, pods)
+    words, look_again_at = _by_reason(absent, plan, pods, now)
     text = f"{count_ranks(arrived)} of {plan.size} ranks arrived"
     if words:
         text += f"; waiting for {words}"
     if unnamed:
         text += f", and {unnamed} more pods"
     text += _warnings(snapshot)
-    look_again_at = None
     relay = objects.head.relay if objects.head else None
     running_since = seconds(relay.state.running.started_at) if relay and relay.state.running else None
     if monitor_error and running_since is not None:
         if now - running_since >= _MONITOR_PATIENCE_S:
             text = f"{_UNREACHABLE}{monitor_error}; {text}"
         else:
-            look_again_at = running_since + _MONITOR_PATIENCE_S
+            patient_until = running_since + _MONITOR_PATIENCE_S
+            look_again_at = min(look_again_at or patient_until, patient_until)
     return text[:1024], look_again_at
 
 
@@ -227,13 +227,23 @@ def _held(plan: LaunchPlan, objects: IncarnationObjects, now: float, devices_per
     return f"; holding {held} {what}{long}{more}", look_again_at
 
 
-def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod]) -> str:
-    """Pods that share a reason are named together; what is stuck comes before what has merely not come yet."""
+def _by_reason(
+    absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, Pod], now: float
+) -> tuple[str, float | None]:
+    """Pods that share a reason are named together; what is stuck comes before what has merely not come yet.
+
+    With how long the one that waits longest does so; and when that changes.
+    """
     reasons: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    since: dict[tuple[int, str], list[float]] = {}
     for name, first in absent:
-        reasons.setdefault(pod_reason(pods.get(name)), []).append((name, first))
+        why = pod_reason(pods.get(name))
+        reasons.setdefault((why.urgency, why.words), []).append((name, first))
+        if why.since is not None:
+            since.setdefault((why.urgency, why.words), []).append(why.since)
     parts = []
-    for (_, why), members in sorted(reasons.items(), key=lambda item: (item[0][0], item[1][0][1])):
+    times = []
+    for key, members in sorted(reasons.items(), key=lambda item: (item[0][0], item[1][0][1])):
         ranks = [
             rank
             for name, first in members
@@ -242,42 +252,54 @@ def _by_reason(absent: list[tuple[str, int]], plan: LaunchPlan, pods: dict[str, 
         who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}" if ranks else "the head"
         named = [_pod_words(name, pods.get(name)) for name, _ in members[:_NAMED_PODS]]
         more = f", and {len(members) - len(named)} more" if len(members) > len(named) else ""
-        parts.append(f"{who} (pod{'s' if len(members) > 1 else ''} {', '.join(named)}{more}): {why}")
-    return "; ".join(parts)
+        long = ""
+        if key in since:
+            passed, again = _step(now - min(since[key]))
+            long = f", for over {_duration(passed)}" if passed else ""
+            times.append(min(since[key]) + again)
+        parts.append(f"{who} (pod{'s' if len(members) > 1 else ''} {', '.join(named)}{more}): {key[1]}{long}")
+    return "; ".join(parts), min(times) if times else None
 
 
 def _pod_words(name: str, pod: Pod | None) -> str:
     return f"{name} on {pod.spec.node_name}" if pod and pod.spec.node_name else name
 
 
-def pod_reason(pod: Pod | None) -> tuple[int, str]:
-    """Why a pod has not arrived: (urgency, 0 is stuck and needs a person; words)."""
+class _Reason(NamedTuple):
+    """Why a pod has not arrived, and since when; urgency 0 is stuck and needs a person."""
+
+    urgency: int
+    words: str
+    since: float | None = None
+
+
+def pod_reason(pod: Pod | None) -> _Reason:
+    """Why a pod has not arrived."""
     if pod is None:
-        return 1, "not created yet"
+        return _Reason(1, "not created yet")
     if pod.metadata.deletion_timestamp:
-        return 0, "being deleted"
+        return _Reason(0, "being deleted")
     scheduled = pod.condition("PodScheduled")
     if not pod.spec.node_name:
         if scheduled and scheduled.status == "False":
-            return 0, f"{scheduled.reason}: {_short(scheduled.message)}"
-        return 1, "Pending: no node yet"
-    statuses = [*pod.status.init_container_statuses, *pod.status.container_statuses]
-    for status in statuses:
+            words = f"{scheduled.reason}: {_short(scheduled.message)}"
+            return _Reason(0, words, seconds(scheduled.last_transition_time))
+        return _Reason(1, "Pending: no node yet")
+    work = preparing.at_work(pod)
+    for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
         ended = status.state.terminated or status.last_state.terminated
         if ended and status.name == "engine":
-            return 0, f"engine ended with exit code {ended.exit_code}: {_short(ended.message or ended.reason)}"
-        held = status.state.waiting
+            words = f"engine ended with exit code {ended.exit_code}: {_short(ended.message or ended.reason)}"
+            return _Reason(0, words)
+        held = preparing.stuck(status)
         if held and held.reason in _PULL_FAILURES:
-            return 0, f"ImagePullBackOff: {status.image}: {_short(held.message.rpartition(': ')[2])}"
-        if held and held.reason not in _HARMLESS_WAITS:
-            return 0, f"{held.reason}: {_short(held.message)}" if held.message else held.reason
-    preparing = next((c for c in pod.status.init_container_statuses if c.state.running and c.name != "relay"), None)
-    if preparing:
-        return 1, f"init container {preparing.name} is still running"
-    engine = pod.engine
-    if engine and engine.state.running:
-        return 1, "container runs, launcher has not checked in"
-    return 2, "container starting"
+            words = f"ImagePullBackOff: {status.image}: {_short(held.message.rpartition(': ')[2])}"
+            return _Reason(0, words, work.since)
+        if held:
+            return _Reason(0, f"{held.reason}: {_short(held.message)}" if held.message else held.reason, work.since)
+    if preparing.has_begun(pod):
+        return _Reason(1, "container runs, launcher has not checked in")
+    return _Reason(2, work.words, work.since)
 
 
 def _short(message: str, limit: int = 160) -> str:
@@ -307,8 +329,8 @@ def _missing_ranks(
         if len(parts) == _NAMED_PODS:
             more += 1
             continue
-        urgency, why = pod_reason(pods.get(name))
-        trouble = f", {why}" if urgency == 0 else ""
+        why = pod_reason(pods.get(name))
+        trouble = f", {why.words}" if why.urgency == 0 else ""
         parts.append(f"{words} (pod {_pod_words(name, pods.get(name))}{trouble})")
     if more:
         parts.append(f"and the ranks of {more} more pods")

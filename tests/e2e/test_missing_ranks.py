@@ -116,6 +116,42 @@ def test_ranks_whose_image_cannot_be_pulled_are_named_with_the_image(space: Spac
     assert "rank 0 (" in text or "ranks 0-1 (" in text
 
 
+def test_an_init_container_that_outlasts_its_time_is_named_and_a_corrected_spec_goes_on_at_once(space: Space) -> None:
+    """A download before the engine is waited for in words, but not for ever: lws PR#725/#726."""
+
+    def fetching(seconds: int) -> Any:
+        command = ["python3", "-c", f"import time; time.sleep({seconds})"]
+        return {"spec": {"initContainers": [{"name": "fetch", "image": ENGINE_IMAGE, "command": command}]}}
+
+    limits = {"scheduleTimeoutSeconds": 20}
+    policy = {"backoffSeconds": 600, "maxBackoffSeconds": 600}
+    space.create(dpd("fetched", size=2, startup=limits, failurePolicy=policy, template=fetching(600)))
+    until(
+        "what is waited for is said with its length",
+        lambda: space.group("fetched")["waitingFor"],
+        lambda text: "init container fetch is still running, for over 10 s" in text,
+        within_s=40,
+    )
+    group = until(
+        "the group has failed",
+        lambda: space.group("fetched"),
+        lambda group: group.get("lastFailures"),
+        within_s=40,
+    )
+    (failure,) = group["lastFailures"]
+    assert (failure["reason"], failure["rank"], failure["charged"]) == ("ContainersNotStarted", 0, True), failure
+    assert failure["node"] in space.cluster.nodes()
+    words = (
+        f"pod {failure['pod']} on {failure['node']} does not run its engine (nor do 1 more): init container fetch is "
+    )
+    assert words in failure["message"]
+    assert "startup.scheduleTimeoutSeconds, to be raised" in failure["message"]
+    waited_s = datetime.fromisoformat(failure["time"]) - datetime.fromisoformat(group["scheduledAt"])
+    assert 20 <= waited_s.total_seconds() < 20 + NAMED_WITHIN_S
+    space.spec("fetched", template=fetching(1))
+    space.until_ready("fetched", generation=2)
+
+
 def test_a_rank_that_crashes_is_named_with_pod_node_and_exit_code(space: Space) -> None:
     """vllm#50282."""
     space.create(dpd("crash", size=3, faults=["crash-before-hello:ranks=2"], failurePolicy={"backoffSeconds": 60}))

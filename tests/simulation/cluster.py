@@ -166,6 +166,7 @@ class Cluster:
         self.strangers: list[Object] = []  # what they made, as it must stay
         self.images_mended = False  # images that could not be pulled can be now
         self.slow_next_group = False
+        self.preparation_s = 0.0  # of init containers, for pods whose turn comes now
         self.trace: list[str] = []
         self.charged_faults = 0
         for name in nodes:
@@ -500,7 +501,15 @@ class Cluster:
         elif naming.LABEL_UID not in self.objects["ConfigMap", config]["metadata"]["labels"]:
             raise BrokenError(f"pod {pod['metadata']['name']} mounts what a stranger has made")
         else:
-            self.after(0.3, 3.0, self._on_node, pod, self._run)
+            if self.preparation_s:
+                fetches = {"running": {"startedAt": timestamp(self.now)}}
+                waits = {"waiting": {"reason": "PodInitializing"}}
+                status = (pod.get("status") or {}) | {
+                    "initContainerStatuses": [{"name": "fetch", "state": fetches}],
+                    "containerStatuses": [{"name": "engine", "state": waits}],
+                }
+                pod = self._change(pod, status=status)
+            self.after(0.3 + self.preparation_s, 3.0 + self.preparation_s, self._on_node, pod, self._run)
 
     def _run(self, uid: str) -> None:
         pod = self.found(uid)

@@ -19,6 +19,7 @@ What the operator has to live with, and the kinds of faults (FAULTS) that bring 
 | a quota that refuses pods or anything else | `quota` |
 | a child's name that a stranger has | `stranger` |
 | engines that end, hang, crash always, are too old | `engine ends`, `hang`, `bad image`, `old image` |
+| init containers that take long, or for ever | `long preparation` |
 | heads that are unready, monitors that are deaf | `unready head`, `deaf monitor` |
 | groups that are given up, and released | `give up`, and the histories' `max_restarts` |
 | nodes that are lost or cordoned | `node lost`, `cordon` |
@@ -639,6 +640,15 @@ def _hang(world: World, chance: random.Random) -> None:
         _engine_ends(world, chance)
 
 
+def _long_preparation(world: World, chance: random.Random) -> None:
+    """What comes before the engines takes long for a while: within the limit, past it, or for ever."""
+    world.cluster.preparation_s = chance.choice((30.0, 90.0, 1e6))
+    world.cluster.note(f"init containers take {world.cluster.preparation_s:.0f} s")
+    world.later(chance.choice((5, 40, 150)), setattr, world.cluster, "preparation_s", 0.0)
+    if chance.random() < 0.7:
+        _engine_ends(world, chance)
+
+
 def _node_lost(world: World, chance: random.Random) -> None:
     node = chance.choice([n for n in world.cluster.nodes.values() if not n.lost] or [None])
     if node is None or sum(n.lost for n in world.cluster.nodes.values()) >= 1:
@@ -900,6 +910,7 @@ FAULTS: dict[str, Callable[[World, random.Random], None]] = {
     "child edited": _child_edited,
     "child relabelled": _child_relabelled,
     "hang": _hang,
+    "long preparation": _long_preparation,
     "node lost": _node_lost,
     "cordon": _cordon,
     "drain": _drain,

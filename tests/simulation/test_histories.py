@@ -18,7 +18,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from dp_operator import api, disruption, plan, reconciler, rollout
+from dp_operator import api, disruption, failure, plan, reconciler, rollout
 from dp_operator.client import ApiError, Client
 from dp_operator.failure import Verdict
 from dp_operator.observe import timestamp
@@ -282,6 +282,10 @@ def opens_no_budget(monkeypatch):
     monkeypatch.setattr(disruption, "to_open", lambda *_, **__: None)
 
 
+def waits_for_the_release_for_ever(monkeypatch):
+    monkeypatch.setattr(failure, "_not_released", lambda *_: Verdict(None))
+
+
 def tells_the_time_of_starts(monkeypatch):
     tells_the_time(monkeypatch, of=("Starting",))
 
@@ -300,6 +304,12 @@ BREAKAGES = {
         Fault(30.0, "lists expire", 0),
         {},
         "incarnations of group",
+    ),
+    "an init container that never ends is waited for without end": (
+        waits_for_the_release_for_ever,
+        Fault(0.0, "long preparation", 0),
+        {},
+        "no rest after",
     ),
     "a group is tried again although it is to be given up": (
         goes_on_for_ever,

@@ -378,20 +378,20 @@ def test_a_node_that_fails_again_and_again_is_named():
     assert f"{blamed[0]} failed first in 3 of 4 attempts" in message
 
 
-def test_an_image_that_cannot_be_pulled_ends_in_a_named_failure_and_a_slow_pull_does_not():
+def test_an_image_that_cannot_be_pulled_ends_in_a_named_failure_once_the_time_for_pulls_is_over():
     """lws PR#725/#726."""
     world = World(startup={"scheduleTimeoutSeconds": 60, "timeoutSeconds": 3600})
     world.reconcile()
     incarnation = world.entry().incarnation
     world.run_pods(incarnation)
-    waiting = {"reason": "ContainerCreating"}
+    waiting = {"reason": "ImagePullBackOff"}
     pod = world.pod(f"web-0-{incarnation}-w-1")
     pod["status"]["containerStatuses"] = [{"name": "engine", "image": "i", "state": {"waiting": waiting}}]
     world.reconcile()
-    world.now += 61
+    world.now += 59
     world.reconcile()
     assert world.entry().state == "Starting"
-    waiting["reason"] = "ImagePullBackOff"
+    world.now += 2
     world.reconcile()
     failure = world.cr.status.groups[0].last_failures[0]
     assert (failure.reason, failure.pod, failure.charged) == ("ImagePullFailed", pod["metadata"]["name"], True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dp_operator.observe import Node
+from dp_operator.observe import Node, timestamp
 from tests.unit.operator.world import World
 
 Golden = Callable[[str, str], None]
@@ -40,7 +40,7 @@ class Story:
             words += f", next attempt at {group.next_attempt_at}" if group.next_attempt_at else ""
             words += f", {group.restarts} restarts" if group.restarts else ""
             self._lines.append(f"  = {words}")
-        for kind in ("Ready", "Available", *conditions):
+        for kind in dict.fromkeys(("Ready", "Available", *conditions)):
             found = self.world.condition(kind)
             text = f"{kind}={found.status}/{found.reason}"
             self._lines.append(f"  = {text}: {found.message}" if kind in conditions else f"  = {text}")
@@ -131,6 +131,29 @@ def test_failure(golden: Golden):
     story.world.bring_up(story.newest(0))
     story.step("All ranks are ready")
     golden("sequences/failure.txt", story.text())
+
+
+def test_a_download_that_takes_too_long(golden: Golden):
+    """What holds a start up and goes on is bounded too, and the user learns what to raise."""
+    story = Story("An init container takes longer than scheduleTimeoutSeconds", startup={"scheduleTimeoutSeconds": 600})
+    world = story.world
+    story.step("The resource is created")
+    first = world.entry().incarnation
+    world.run_pods(first)
+    fetches = {"name": "fetch", "state": {"running": {"startedAt": timestamp(world.now)}}}
+    waits = {"name": "engine", "state": {"waiting": {"reason": "PodInitializing"}}}
+    world.pod(f"web-0-{first}-w-1")["status"] |= {"initContainerStatuses": [fetches], "containerStatuses": [waits]}
+    story.step("All pods have a node, and one fetches the model before its engine")
+    world.now += 301
+    story.step("Five minutes later", "Ready")
+    world.now += 300
+    story.step("Ten minutes are over", "Ready")
+    story.gone()
+    story.step("All pods have ended")
+    story.change(startup={"scheduleTimeoutSeconds": 3600})
+    world.now += 11
+    story.step("startup.scheduleTimeoutSeconds is 3600, and the back-off is over")
+    golden("sequences/download-too-long.txt", story.text())
 
 
 def test_scale(golden: Golden):

@@ -231,18 +231,3 @@ def test_requests_without_tokens_are_reported_with_rank_and_pod_and_replace_noth
     world.relay_says(incarnation, stalls=[])
     world.reconcile()
     assert world.condition("ServingStalled").status == "False"
-
-
-def test_an_init_container_that_takes_long_is_named():
-    world = World()
-    world.reconcile()
-    incarnation = world.entry().incarnation
-    world.run_pods(incarnation)
-    running, waiting = {"running": {}}, {"waiting": {"reason": "PodInitializing"}}
-    for pod in world.pods_of(incarnation):
-        pod["status"] |= {
-            "initContainerStatuses": [{"name": "relay", "state": running}, {"name": "fetch-model", "state": running}],
-            "containerStatuses": [{"name": "engine", "state": waiting}],
-        }
-    world.reconcile()
-    assert "init container fetch-model is still running" in world.entry().waiting_for
