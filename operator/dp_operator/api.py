@@ -317,6 +317,12 @@ class Failure(_Status, frozen=True, kw_only=True):
         | None
     ) = None
     charged: bool = True
+    uncertain: Annotated[
+        bool,
+        Meta(
+            description="Whether another pod may have been first, or was as late: its node is not in nodeFailures then."
+        ),
+    ] = False
     incarnation: Annotated[str, Meta(max_length=16)] = ""
     rank: int | None = None
     pod: Annotated[str, Meta(max_length=253)] = ""

@@ -138,16 +138,25 @@ def _with_logs(group: GroupStatus, read: list[tuple[LogWanted, str]]) -> GroupSt
 def corrected(entry: GroupStatus, found: Failure) -> GroupStatus:
     """The entry with another cause of its newest failure: the books follow, the time of the notice stays."""
     known, *older = entry.last_failures
-    tally = entry.node_failures
-    if known.node != found.node and tally.get(known.node):
-        tally = tally | {known.node: tally[known.node] - 1}
-        tally = tallied({node: count for node, count in tally.items() if count}, found.node)
+    tally, before, after = entry.node_failures, _blamed(known), _blamed(found)
+    # A spec that changed meanwhile has begun them anew.
+    if before != after and entry.restarts and (not before or tally.get(before)):
+        left = {node: count - (node == before) for node, count in tally.items()}
+        tally = _counted({node: count for node, count in left.items() if count}, after)
     found = msgspec.structs.replace(found, noticed_at=known.noticed_at)
     return msgspec.structs.replace(entry, last_failures=[found, *older], node_failures=tally)
 
 
-def tallied(tally: dict[str, int], node: str) -> dict[str, int]:
-    """Charged failures by the node on which they began, with one more; the busiest are kept."""
+def tallied(tally: dict[str, int], failure: Failure) -> dict[str, int]:
+    """Charged failures by the node on which they certainly began, with one more; the busiest are kept."""
+    return _counted(tally, _blamed(failure)) if failure.charged else tally
+
+
+def _blamed(failure: Failure) -> str:
+    return "" if failure.uncertain else failure.node
+
+
+def _counted(tally: dict[str, int], node: str) -> dict[str, int]:
     if not node:
         return tally
     counted = tally | {node: tally.get(node, 0) + 1}
@@ -167,7 +176,7 @@ def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
     if own is None or not symptoms.tells_of_another(own):
         return first
     words = f"{first.message}; its errors tell of another process's end, so it may not have been the first"
-    return msgspec.structs.replace(first, message=words)
+    return msgspec.structs.replace(first, message=words, uncertain=True)
 
 
 def late_certain(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
@@ -559,7 +568,7 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
     soon = scheduled + startup.schedule_timeout_seconds
     held = _stuck(objects) or _not_begun(objects, now)
     if held and now >= soon:
-        name, reason, why = held
+        name, reason, why, uncertain = held
         pod = next((pod for pod in objects.pods if pod.name == name), None)
         node = pod.spec.node_name if pod else ""
         message = (
@@ -567,7 +576,8 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
             f"node (startup.scheduleTimeoutSeconds{_IF_IT_GOES_ON if reason == _GOES_ON else ''}): {entry.waiting_for}"
         )
         failure = _late(reason, message, entry, now, charged=True)
-        return Verdict(msgspec.structs.replace(failure, pod=name, node=node, rank=objects.first_ranks.get(name)))
+        rank = objects.first_ranks.get(name)
+        return Verdict(msgspec.structs.replace(failure, pod=name, node=node, rank=rank, uncertain=uncertain))
     if held and held.reason == _GOES_ON:
         return Verdict(None, soon)
     late = _all_begun_at(objects, scheduled, soon, now) + startup.timeout_seconds
@@ -596,6 +606,7 @@ class _Held(NamedTuple):
     pod: str
     reason: str
     why: str
+    uncertain: bool = False  # others are as late, on other nodes
 
 
 def _stuck(objects: IncarnationObjects) -> _Held | None:
@@ -621,7 +632,9 @@ def _not_begun(objects: IncarnationObjects, now: float) -> _Held | None:
     work = preparing.at_work(pod) if pod else preparing.Work("it does not exist any more", None)
     long = f" for {max(0.0, now - work.since):.0f} s" if work.since is not None else ""
     more = f" (nor do {len(others)} more)" if others else ""
-    return _Held(first, _GOES_ON, f"does not run its engine{more}: {work.words}{long}"[:400])
+    nodes = {here[name].spec.node_name for name in late if name in here}
+    words = f"does not run its engine{more}: {work.words}{long}"
+    return _Held(first, _GOES_ON, words[:400], uncertain=len(nodes) > 1)
 
 
 def _all_begun_at(objects: IncarnationObjects, scheduled: float, soon: float, now: float) -> float:

@@ -450,7 +450,7 @@ def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Dr
         state="Stopping",
         restarts=restarts,
         last_failures=[failure, *entry.last_failures][:_KEPT_FAILURES],
-        node_failures=tallied(entry.node_failures, failure.node) if failure.charged else entry.node_failures,
+        node_failures=tallied(entry.node_failures, failure),
         next_attempt_at=None if given_up else timestamp(situation.now + _delay_s(situation, entry, failure, restarts)),
         waiting_for="",
     )

@@ -115,6 +115,7 @@ def test_what_goes_on_past_schedule_timeout_seconds_ends_in_a_failure_that_says_
     assert f"pod {pod} on n2 does not run its engine: {words} for {61 - since_s} s" in failure.message
     assert "(startup.scheduleTimeoutSeconds, to be raised if that takes long by its nature)" in failure.message
     assert (failure.charged, entry.restarts) == (True, 1), "the next attempt would take as long"
+    assert entry.node_failures == {"n2": 1}
 
 
 @pytest.mark.parametrize("case", AT_WORK)
@@ -163,6 +164,7 @@ def test_how_many_pods_are_late_is_said_with_the_first_of_them():
     (failure,) = world.cr.status.groups[0].last_failures
     assert (failure.pod, failure.rank) == (f"web-0-{incarnation}-w-1", 2)
     assert "does not run its engine (nor do 1 more): pulling image" in failure.message
+    assert world.cr.status.groups[0].node_failures == {}, "a registry that is slow is no node's fault"
 
 
 def test_what_cannot_start_is_named_before_what_goes_on():

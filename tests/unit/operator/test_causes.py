@@ -294,6 +294,46 @@ def test_a_log_that_tells_only_of_another_is_said_to(group: Group, text: str):
     group.reported()
     assert group.first()[0] == "head"
     assert "may not have been the first" in group.cause().message
+    assert group.cause().uncertain
+    assert group.world.cr.status.groups[0].node_failures == {}, "its node has done nothing that is known"
+
+
+def test_a_node_is_not_said_to_fail_first_by_logs_that_only_tell_of_another():
+    """A person would cordon it."""
+    world = World()
+    for _ in range(3):
+        incarnation = world.make_ready()
+        world.engine_logs[f"web-0-{incarnation}-head"] = VICTIM
+        world.engine_ends(f"web-0-{incarnation}-head", code=1, message="")
+        world.reconcile()
+        world.kubelets_finish_deleting()
+        world.reconcile()
+        world.now += 400
+    assert "failed 3 times in a row" in world.condition("Degraded").message
+    assert "failed first" not in world.condition("Degraded").message
+
+
+def test_a_node_counts_once_a_log_that_comes_late_tells_that_its_engine_was_the_first(group: Group):
+    group.ends("head", code=1, log=VICTIM)
+    group.reported(0.5)
+    assert group.world.cr.status.groups[0].node_failures == {}
+    group.ends("w-1", code=0, log=ROOT)
+    group.reported(2)
+    assert (group.first(), group.cause().uncertain) == (("w-1", 2), False)
+    assert group.world.cr.status.groups[0].node_failures == {group.node("w-1"): 1}
+
+
+def test_what_is_found_out_after_the_spec_was_changed_is_not_held_against_a_node(group: Group):
+    group.ends("head", code=1, log=VICTIM)
+    group.reported(0.5)
+    (entry,) = group.world.cr.status.groups
+    anew = msgspec.structs.replace(entry, restarts=0)
+    status = msgspec.structs.replace(group.world.cr.status, groups=[anew])
+    group.world.cr = msgspec.structs.replace(group.world.cr, status=status)
+    group.ends("w-1", code=0, log=ROOT)
+    group.reported(2)
+    assert group.first() == ("w-1", 2)
+    assert group.world.cr.status.groups[0].node_failures == {}
 
 
 def test_the_logs_of_others_are_not_read_where_the_kernel_has_killed(group: Group):
