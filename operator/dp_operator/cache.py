@@ -192,7 +192,11 @@ def _trimmed(kind: str, obj: Object) -> Object:
     kept = {name: value for name, value in obj.items() if name != "managedFields"}
     kept["metadata"] = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
     if kind == "Pod":
-        kept["spec"] = {"nodeName": (obj.get("spec") or {}).get("nodeName") or ""}
+        spec = obj.get("spec") or {}
+        # Whoever waits for an init container must tell it from a sidecar.
+        inits = [{"name": c["name"], "restartPolicy": c.get("restartPolicy")} for c in spec.get("initContainers") or []]
+        sidecars = [container for container in inits if container["restartPolicy"]]
+        kept["spec"] = {"nodeName": spec.get("nodeName") or ""} | ({"initContainers": sidecars} if sidecars else {})
         status = obj.get("status") or {}
         names = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
         kept["status"] = {name: status[name] for name in names if status.get(name) is not None}

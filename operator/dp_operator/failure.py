@@ -77,8 +77,9 @@ def judge(
     if reported.failure:
         return reported
     late = _too_late(spec, entry, objects, now)
-    if late.failure and entry.state != "Serving" and not heard:
-        # An operator that was away for long has yet to hear how far the group has come meanwhile.
+    if late.failure and entry.state != "Serving" and not heard and late.failure.reason != _GOES_ON:
+        # An operator that was away for long has yet to hear how far the group has come meanwhile; no further than to the
+        # engines, where one does not even run.
         late = Verdict(None, now + CAUSE_WAIT_S)
     if late.failure:
         return late

@@ -502,10 +502,11 @@ class Cluster:
             raise BrokenError(f"pod {pod['metadata']['name']} mounts what a stranger has made")
         else:
             if self.preparation_s:
-                fetches = {"running": {"startedAt": timestamp(self.now)}}
+                runs = {"running": {"startedAt": timestamp(self.now)}}
                 waits = {"waiting": {"reason": "PodInitializing"}}
+                names = [c["name"] for c in pod["spec"].get("initContainers", [])] + ["fetch"]
                 status = (pod.get("status") or {}) | {
-                    "initContainerStatuses": [{"name": "fetch", "state": fetches}],
+                    "initContainerStatuses": [{"name": name, "state": runs} for name in names],
                     "containerStatuses": [{"name": "engine", "state": waits}],
                 }
                 pod = self._change(pod, status=status)

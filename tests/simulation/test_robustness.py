@@ -269,6 +269,19 @@ def test_a_deadline_that_begins_with_the_operators_own_last_write_is_kept():
         play(script, seed=seed)
 
 
+def test_an_init_container_that_never_ends_is_named_beside_a_sidecar_and_its_group_does_not_hold_devices_for_ever():
+    async def script(world: World) -> None:
+        world.cluster.preparation_s = 1e6
+        await until(world, lambda: failed(world), within_s=120)
+        world.cluster.preparation_s = 0.0
+        (group,) = api.decode(world.cr()).status.groups
+        assert group.last_failures[0].reason == "ContainersNotStarted"
+        assert "does not run its engine (nor do 1 more): init container fetch is" in group.last_failures[0].message
+        await ready(world)
+
+    play(script)
+
+
 def test_a_start_without_its_config_map_begins_anew():
     async def script(world: World) -> None:
         await until(world, lambda: any("createdAt" in g for g in world.cr()["status"].get("groups", [])))
