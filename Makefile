@@ -127,7 +127,7 @@ bench: $(STAMP) up images install-here ## The numbers of docs/performance.md
 .PHONY: conformance
 conformance: $(STAMP) ## Our engine and relay beside real vLLM on CPU, which is installed once into a cache
 	@begun=$$(date +%s); $(PYTHON) -m tests.conformance.environment || exit; installed=$$(date +%s); \
-	CONFORMANCE_WRITE=1 $(BIN)/pytest -q tests/conformance; status=$$?; ended=$$(date +%s); \
+	CONFORMANCE_WRITE=1 $(BIN)/pytest -q -n 2 --dist loadgroup tests/conformance; status=$$?; ended=$$(date +%s); \
 	echo "==> install $$((installed - begun)) s + tests $$((ended - installed)) s = $$((ended - begun)) s"; exit $$status
 
 .PHONY: e2e-vllm

@@ -325,9 +325,18 @@ class Run:
         if "tests/conformance/" in report.nodeid and (report.failed or SHORTAGE in str(report.longrepr)):
             self.counts[report.outcome] += 1
 
+    def part(self) -> dict[str, Any]:
+        """What one of several workers saw, in plain types."""
+        return {"cells": self.table.cells(), "deselected": self.counts["deselected"]}
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Take in what a worker saw. Outcomes of tests are reported here in any case."""
+        self.table.add(part["cells"])
+        self.counts["deselected"] = max(self.counts["deselected"], part["deselected"])
+
     def end(self, status: int) -> int:
         """Write the table if it is whole. Returns the exit status."""
-        shortfalls = [f"{count} tests {what}" for what, count in self.counts.items()]
+        shortfalls = [f"{count} tests {what}" for what, count in self.counts.items() if count]
         if status and not shortfalls:
             shortfalls = ["the run was interrupted"]
         try:
@@ -350,8 +359,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     RUN.saw(report)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker run all tests of a release, so that each is imported once."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "vllm" in item.fixturenames:
+            name = item.callspec.params.get("release", WHOLE) if hasattr(item, "callspec") else WHOLE
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; one that died tells nothing, and its tests have failed."""
+    if "conformance" in getattr(node, "workeroutput", {}):
+        RUN.add(node.workeroutput["conformance"])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    session.exitstatus = RUN.end(int(exitstatus))
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["conformance"] = RUN.part()
+    else:
+        session.exitstatus = RUN.end(int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,6 +74,14 @@ class Table:
         for kind in kinds:
             self._cells[role, minor, kind] = seen
 
+    def cells(self) -> list[tuple[str, str, str, str]]:
+        """All that was seen: (role, release, kind, word)."""
+        return [(*place, seen) for place, seen in self._cells.items()]
+
+    def add(self, cells: Iterable[Sequence[str]]) -> None:
+        """Take in what another process saw."""
+        self._cells |= {(role, release, kind): seen for role, release, kind, seen in cells}
+
     def markdown(self, *, whole: bool = True) -> str:
         """One row a role, and the notes. Raises ValueError for a hole that no note explains, after a whole run."""
         roles = list(dict.fromkeys(role for role, _, _ in self._cells))
@@ -106,11 +114,14 @@ class Table:
         if not asked or not self._cells:
             return None
         page = PAGE.read_text()
+        # Rows stay where they were, whichever test ended first.
+        places = {role: number for number, role in enumerate(dict.fromkeys(role for role, _, _ in read_cells(page)))}
+        self._cells = dict(sorted(self._cells.items(), key=lambda cell: places.get(cell[0][0], len(places))))
         if asked == "part":
             self._cells = {**read_cells(page), **self._cells}
         elif shortfalls:
             return "; ".join(shortfalls)
-        elif lost := {role for role, _, _ in read_cells(page)} - {role for role, _, _ in self._cells}:
+        elif lost := set(places) - {role for role, _, _ in self._cells}:
             raise ValueError(f"no test filled a row of the page; if that is meant, delete it there: {sorted(lost)}")
         PAGE.write_text(replace_region(page, "table", self.markdown(whole=asked != "part")))
         return None

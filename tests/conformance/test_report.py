@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -141,3 +142,35 @@ def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(
             pass
     assert run.end(0) == 0
     assert report.read_cells(path.read_text())["lost", "0.33", "MoE"] == "neither"
+
+
+def test_what_two_workers_saw_becomes_one_page_with_its_rows_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page := page_with({"first": ["yes"] * 8, "second": ["yes"] * 8}))
+    monkeypatch.setattr(report, "PAGE", path)
+    monkeypatch.setenv(report.WRITE_ENV, "1")
+    run = Run()
+    for role in ("second", "first"):
+        worker = Run()
+        for release in RELEASES:
+            with worker.table.cell(role, release, moe=None):
+                pass
+        run.add(json.loads(json.dumps(worker.part())))
+    assert run.end(0) == 0
+    assert path.read_text() == page
+
+
+def test_what_a_worker_left_out_is_missing_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page_with({"a role": ["yes"] * 8}))
+    monkeypatch.setattr(report, "PAGE", path)
+    monkeypatch.setenv(report.WRITE_ENV, "1")
+    worker, run = Run(), Run()
+    with worker.table.cell("a role", "0.11.0", moe=None):
+        pass
+    worker.counts["deselected"] = 3
+    run.add(worker.part())
+    assert run.end(0) == 0
+    assert "3 tests deselected" in run.words[0]
