@@ -52,6 +52,7 @@ from dp_operator.waiting import describe, reached, stalled, unready
 
 _KEPT_FAILURES = 3
 _BEING_MADE = "objects are being made"
+_NAME_TAKEN = "NameTaken"
 # A pod on a dead node never confirms its end. Past its deletion time by this much it no longer holds up its group.
 _STUCK_POD_S = 30.0
 _NO_STAGES = Stages()
@@ -338,14 +339,18 @@ def _step_creating(
     if situation.errors or entry.revision != situation.revision:
         # The spec that this half-made incarnation was begun with is gone or refused: it cannot be completed.
         return replace(entry, state="Stopping", waiting_for="", replaces="")
-    blocked = situation.picture.blocked.get(entry.incarnation) or next(
-        (
-            f"{kind} {name}: {what.message}"
-            for (kind, name), what in situation.picture.obstacles.items()
-            if what.incarnation == entry.incarnation
-        ),
-        None,
-    )
+    obstacle = _obstacle(situation, entry)
+    if obstacle and (objects is None or objects.rpc_service is None):
+        # A stranger has the name of the first object, without which there is no other. Another id has another name.
+        failure = Failure(
+            reason=_NAME_TAKEN,
+            time=timestamp(situation.now) or "",
+            charged=False,
+            incarnation=entry.incarnation,
+            message=f"{obstacle}, or leave it: the group takes another name",
+        )
+        return _fail(situation, entry, failure, draft)
+    blocked = situation.picture.blocked.get(entry.incarnation) or obstacle
     begun = seconds(objects.rpc_service.metadata.creation_timestamp) if objects and objects.rpc_service else None
     if blocked and begun is not None:
         # What exists of it already may hold places that others wait for.
@@ -354,6 +359,13 @@ def _step_creating(
             return _fail(situation, entry, _no_capacity(situation, entry, blocked), draft)
         draft.look_again(limit)
     return replace(entry, waiting_for=blocked or _BEING_MADE)
+
+
+def _obstacle(situation: Situation, entry: GroupStatus) -> str:
+    """What of a stranger's is in the way of an incarnation; "" where nothing is."""
+    found = situation.picture.obstacles.items()
+    words = (f"{kind} {name}: {what.message}" for (kind, name), what in found if what.incarnation == entry.incarnation)
+    return next(words, "")
 
 
 def _no_capacity(situation: Situation, entry: GroupStatus, words: str) -> Failure:
@@ -458,7 +470,7 @@ def _fail(situation: Situation, entry: GroupStatus, failure: Failure, draft: _Dr
 
 def _delay_s(situation: Situation, entry: GroupStatus, failure: Failure, restarts: int) -> float:
     policy = situation.cr.spec.failure_policy
-    if failure.reason == "WaitingForCapacity":
+    if failure.reason in ("WaitingForCapacity", _NAME_TAKEN):
         # Two groups that each hold half of what the other needs must not come back in step: the id decides by how much.
         tries = 1 + sum(f.reason == failure.reason for f in entry.last_failures)
         jitter = 1 + int.from_bytes(hashlib.sha256(entry.incarnation.encode()).digest()[:2], "big") / 0xFFFF

@@ -305,8 +305,11 @@ class World:
         return ""
 
     def _name_taken(self, message: str, status: api.Status) -> str:
-        """A stranger is named as long as it is there and has a name that is wanted."""
+        """A stranger is named as long as it is there and has a name that is wanted, and no other would do."""
         there = [o["metadata"]["name"] for o in self.cluster.strangers if self.cluster.found(o["metadata"]["uid"])]
+        for group in status.groups:
+            if f"web-{group.index}-{group.incarnation}-rpc" in there and not group.created_at:
+                return f"group {group.index} waits for a name although it could have another"
         wanted = ("web", *(f"web-{g.index}-{g.incarnation}" for g in status.groups))
         if any(name in message and (name == "web" or name.startswith(wanted[1:])) for name in there):
             return ""

@@ -260,6 +260,16 @@ def remembers_strangers_for_ever(monkeypatch):
     monkeypatch.setattr(reconciler.Reconciler, "_prune", keep)
 
 
+def insists_on_a_name(monkeypatch):
+    obstacle = plan._obstacle
+
+    def hide(situation, entry):
+        words = obstacle(situation, entry)
+        return "" if words.partition(":")[0].endswith("-rpc") else words
+
+    monkeypatch.setattr(plan, "_obstacle", hide)
+
+
 def never_waits(monkeypatch):
     def at_once(queue, key, *, at_least_s=0.0):
         queue.add_after(key, 0.05)
@@ -364,6 +374,12 @@ BREAKAGES = {
         Fault(0.0, "stranger", 23),
         {},
         "what is said is",
+    ),
+    "a group waits for ever for the name that a stranger has of its first object": (
+        insists_on_a_name,
+        Fault(30.0, "stranger", 75931),
+        {},
+        "although it could have another",
     ),
     "a namespace that is going away is written to without a pause": (
         never_waits,

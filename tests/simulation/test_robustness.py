@@ -149,6 +149,24 @@ def test_a_name_that_a_stranger_has_is_left_alone_and_said_and_taken_once_it_is_
     play(script)
 
 
+def test_a_group_does_not_wait_for_a_stranger_who_has_the_name_of_its_first_object():
+    async def script(world: World) -> None:
+        await ready(world)
+        world.cluster.squatters.add("Service")  # the next one is a group's own
+        world.edit(replicas=2)
+        await until(world, lambda: world.cluster.strangers, within_s=30)
+        (theirs,) = world.cluster.strangers
+        await ready(world)
+        assert world.cluster.found(theirs["metadata"]["uid"]) is theirs, "never adopted"
+        group = next(g for g in api.decode(world.cr()).status.groups if g.index == 1)
+        (failure,) = group.last_failures
+        assert (failure.reason, failure.charged, group.restarts) == ("NameTaken", False, 0)
+        assert theirs["metadata"]["name"] in failure.message
+        assert condition(world, "Stalled").status == "False", "nothing is in anybody's way any more"
+
+    play(script)
+
+
 def test_a_watch_that_goes_silent_is_made_up_for_by_comparing_lists():
     """A resource is not left for ever at what its controller did not hear: kserve#6043."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import pytest
 
 from dp_operator import naming, observe
@@ -189,3 +190,39 @@ def test_an_object_whose_name_a_stranger_has_is_not_tried_in_a_circle():
     del world.objects["Service", name]
     world.obstacles["Service", name] = observe.Obstacle("NameTaken", "an object of this name exists that is not ours")
     assert not [action for action in world.plan().actions if isinstance(action, Create)]
+
+
+def test_a_group_whose_first_name_a_stranger_has_takes_another_one_uncharged_and_ever_more_rarely():
+    world = World(failurePolicy={"backoffSeconds": 10})
+    names, waits = [], []
+    for _ in range(3):
+        decided = world.plan()
+        world.cr = msgspec.structs.replace(world.cr, status=decided.status)
+        names.append(f"web-0-{world.entry().incarnation}-rpc")
+        world.obstacles = {
+            ("Service", names[-1]): observe.Obstacle("NameTaken", "it is not ours", world.entry().incarnation)
+        }
+        world.reconcile()
+        entry = world.entry()
+        failure = entry.last_failures[0]
+        assert (entry.state, entry.restarts) == ("Waiting", 0)
+        assert (failure.reason, failure.charged, failure.incarnation) == ("NameTaken", False, entry.incarnation)
+        assert f"Service {names[-1]}: it is not ours" in failure.message
+        waits.append(observe.seconds(entry.next_attempt_at) - world.now)
+        world.now += waits[-1] + 1
+        world.obstacles = {}  # of an incarnation that is in the ledger no more
+    assert len(set(names)) == 3
+    assert [waits[n] >= 10 * 2**n - 1 for n in range(3)] == [True] * 3
+    world.make_ready()
+    assert world.entry().state == "Serving"
+
+
+def test_a_name_that_a_stranger_takes_from_a_serving_group_ends_nothing():
+    world = World()
+    incarnation = world.make_ready()
+    name = f"web-0-{incarnation}-rpc"
+    del world.objects["Service", name]
+    world.obstacles["Service", name] = observe.Obstacle("NameTaken", "it is not ours", incarnation)
+    world.reconcile()
+    assert (world.entry().incarnation, world.entry().state) == (incarnation, "Serving")
+    assert world.condition("Stalled").reason == "NameTaken"
