@@ -52,6 +52,7 @@ class Verdict(NamedTuple):
     failure: Failure | None
     look_again_at: float | None = None
     others: tuple[Failure, ...] = ()  # further engines that ended, of which exit codes alone do not say who was first
+    taken: Failure | None = None  # a member that was taken away before the engine ended
 
 
 class LogWanted(NamedTuple):
@@ -61,6 +62,7 @@ class LogWanted(NamedTuple):
     pod: str
     previous: bool  # the container was started again in the same pod
     instead: Failure | None = None  # takes the place of the failure that is known, if the logs say so
+    taken: Failure | None = None  # does so, too, if they all only tell that another has gone
 
 
 def judge(
@@ -105,7 +107,7 @@ def unready_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> s
 def logs_wanted(verdict: Verdict, objects: IncarnationObjects) -> list[LogWanted]:
     """Which logs explain a failure; none where no engine of a pod that still exists has ended."""
     own = _log_wanted(verdict.failure, objects) if verdict.failure else None
-    return [own, *_logs_of_others(verdict.others, objects)] if own else []
+    return [own._replace(taken=verdict.taken), *_logs_of_others(verdict.others, objects)] if own else []
 
 
 def _log_wanted(failure: Failure, objects: IncarnationObjects) -> LogWanted | None:
@@ -144,17 +146,22 @@ def corrected(entry: GroupStatus, found: Failure) -> GroupStatus:
     if before != after and entry.restarts and (not before or tally.get(before)):
         left = {node: count - (node == before) for node, count in tally.items()}
         tally = _counted({node: count for node, count in left.items() if count}, after)
+    restarts, due = entry.restarts, entry.next_attempt_at
+    if known.charged and not found.charged and restarts:
+        restarts, due = restarts - 1, due or known.noticed_at  # it may have been given up
     found = msgspec.structs.replace(found, noticed_at=known.noticed_at)
-    return msgspec.structs.replace(entry, last_failures=[found, *older], node_failures=tally)
+    return msgspec.structs.replace(
+        entry, last_failures=[found, *older], node_failures=tally, restarts=restarts, next_attempt_at=due
+    )
 
 
 def tallied(tally: dict[str, int], failure: Failure) -> dict[str, int]:
     """Charged failures by the node on which they certainly began, with one more; the busiest are kept."""
-    return _counted(tally, _blamed(failure)) if failure.charged else tally
+    return _counted(tally, _blamed(failure))
 
 
 def _blamed(failure: Failure) -> str:
-    return "" if failure.uncertain else failure.node
+    return failure.node if failure.charged and not failure.uncertain else ""
 
 
 def _counted(tally: dict[str, int], node: str) -> dict[str, int]:
@@ -176,6 +183,9 @@ def _told_by_logs(known: Failure, read: list[tuple[LogWanted, str]]) -> Failure:
             return explained(other, text)
     if own is None or not symptoms.tells_of_another(own):
         return first
+    taken = next((wanted.taken for wanted, _ in read if wanted.taken), None)
+    if taken:
+        return taken
     words = f"{first.message}; its errors tell of another process's end, so it may not have been the first"
     return msgspec.structs.replace(first, message=words, uncertain=True)
 
@@ -283,8 +293,6 @@ def _sign_of(klass: int, failure: Failure, objects: IncarnationObjects, now: flo
 
 
 def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture, now: float) -> Verdict:
-    firsts = objects.first_ranks
-    released = seconds(entry.released_at)
     found = _ends(entry, objects, now)
     ended = {sign.failure.pod for sign in found}
     complete_at = _members_complete_at(entry, objects)
@@ -305,10 +313,29 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         else:
             continue
         found.append(_sign_of(klass, failure, objects, now))
-    if found:
-        first, *others = found = sorted(found, key=_order)
-        doubtful = [sign.failure for sign in others if _doubtful(sign.failure)] if _doubtful(first.failure) else []
-        return Verdict(_first_of(found), others=tuple(doubtful))
+    missing = _missing(entry, objects, now)
+    if missing:
+        found.append(_Sign(_OUTSIDE, now, missing))
+    if not found:
+        return Verdict(None)
+    first, *others = found = sorted(found, key=_order)
+    if not _doubtful(first.failure):
+        return Verdict(_first_of(found))
+    doubtful = tuple(sign.failure for sign in others if _doubtful(sign.failure))
+    taken = next((s.failure for s in others if s.klass == _OUTSIDE and _was_before(s, first, objects)), None)
+    return Verdict(_first_of(found), others=doubtful, taken=taken)
+
+
+def _was_before(taken: _Sign, end: _Sign, objects: IncarnationObjects) -> bool:
+    """Whether a member can have been taken away before an engine ended; of one that is gone nobody knows."""
+    pod = next((pod for pod in objects.pods if pod.name == taken.failure.pod), None)
+    asked_by = seconds(pod.metadata.deletion_timestamp) if pod else None
+    return pod is None or asked_by is None or asked_by - pod.metadata.deletion_grace_period_seconds <= end.at
+
+
+def _missing(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Failure | None:
+    """What of a group is not there any more, and was made."""
+    firsts = objects.first_ranks
     missing = [] if objects.head else [entry.head_pod]
     if objects.config_map is None and (entry.state == "Starting" or objects.rpc_service is None):
         # Containers that do not run yet need it; running ones have their copy, so of a group that serves it can be made
@@ -316,24 +343,22 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
         missing.append("the ConfigMap")
     if objects.plan:
         missing += sorted(ws.name for ws in objects.plan.workers if ws.name not in objects.stateful_sets)
-    if not missing and entry.scheduled_at and released is not None:
+    if not missing and entry.scheduled_at and entry.released_at:
         # All pods were seen once, so one that is not there now is gone.
         here = {pod.name for pod in objects.pods}
         missing = [name for name in firsts if name not in here]
-    if missing:
-        pod_name = next((name for name in missing if name in firsts), "")
-        return Verdict(
-            Failure(
-                reason="MemberDeleted",
-                time=timestamp(now) or "",
-                charged=False,
-                incarnation=entry.incarnation,
-                pod=pod_name,
-                rank=firsts.get(pod_name),
-                message=f"{', '.join(missing[:4])} was deleted from outside",
-            )
-        )
-    return Verdict(None)
+    if not missing:
+        return None
+    pod_name = next((name for name in missing if name in firsts), "")
+    return Failure(
+        reason="MemberDeleted",
+        time=timestamp(now) or "",
+        charged=False,
+        incarnation=entry.incarnation,
+        pod=pod_name,
+        rank=firsts.get(pod_name),
+        message=f"{', '.join(missing[:4])} was deleted from outside",
+    )
 
 
 def _order(sign: _Sign) -> tuple[int, float, int]:

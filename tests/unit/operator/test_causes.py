@@ -298,6 +298,59 @@ def test_a_log_that_tells_only_of_another_is_said_to(group: Group, text: str):
     assert group.world.cr.status.groups[0].node_failures == {}, "its node has done nothing that is known"
 
 
+def taken_away(group: Group, role: str, *, at: float) -> None:
+    """Somebody deletes a pod, whose grace period is not over yet."""
+    gone_by = observe.timestamp(group.began + at + 75)
+    group.world.pod(group.pod(role))["metadata"] |= {"deletionTimestamp": gone_by, "deletionGracePeriodSeconds": 75}
+
+
+@pytest.mark.parametrize("seen", ["terminating", "made again", "gone"])
+def test_a_pod_that_was_deleted_is_the_cause_of_the_end_of_one_that_only_tells_of_another(group: Group, seen: str):
+    """The operator was away, and sees both at once."""
+    if seen == "terminating":
+        taken_away(group, "w-1", at=-5)
+    elif seen == "made again":
+        group.world.pod(group.pod("w-1"))["metadata"]["creationTimestamp"] = observe.timestamp(group.began)
+    else:
+        del group.world.objects["Pod", group.pod("w-1")]
+    group.ends("head", code=1, log=VICTIM)
+    group.reported(30)
+    reason = "MemberDeleted" if seen == "gone" else "PodDeleted"
+    assert (group.first(), group.cause().reason, group.cause().charged) == (("w-1", 2), reason, False)
+    (entry,) = group.world.cr.status.groups
+    assert (entry.restarts, entry.node_failures) == (0, {})
+
+
+def test_a_group_that_is_to_be_given_up_is_tried_again_where_a_deletion_was_the_cause():
+    group = Group()
+    group.world.change_spec(failurePolicy={"maxRestarts": 0})
+    taken_away(group, "w-1", at=-5)
+    group.ends("head", code=1, log=VICTIM)
+    group.reported(30)
+    group.world.kubelets_finish_deleting()
+    group.world.reconcile()
+    assert group.world.entry().state == "Starting"
+    assert group.world.condition("Stalled").status == "False"
+
+
+@pytest.mark.parametrize(("log", "at"), [(ROOT, -5), ("", -5), (VICTIM, 5)])
+def test_a_pod_that_was_deleted_is_not_the_cause_where_another_tells_of_itself_or_ended_before(
+    group: Group, log: str, at: float
+):
+    taken_away(group, "w-1", at=at)
+    group.ends("head", code=1, log=log)
+    group.reported(30)
+    assert (group.first()[0], group.cause().charged) == ("head", True)
+
+
+def test_a_head_that_is_gone_is_the_cause_of_its_workers_end_with_0(group: Group):
+    """The operator was away. A headless vLLM ends with 0 whatever happens."""
+    del group.world.objects["Pod", group.pod("head")]
+    group.ends("w-1", code=0, log="INFO bye")
+    group.reported(30)
+    assert (group.first()[0], group.cause().reason, group.cause().charged) == ("head", "MemberDeleted", False)
+
+
 def test_a_node_is_not_said_to_fail_first_by_logs_that_only_tell_of_another():
     """A person would cordon it."""
     world = World()
