@@ -22,7 +22,7 @@ import msgspec
 
 from dp_operator import preparing, symptoms
 from dp_operator.api import Failure, GroupStatus, Spec, Status
-from dp_operator.observe import IncarnationObjects, Picture, Pod, Terminated, seconds, timestamp
+from dp_operator.observe import ContainerStatus, IncarnationObjects, Picture, Pod, Terminated, seconds, timestamp
 
 # The relay hears the end of a rank's connection up to a second before the kubelet reports the exit code, and
 # only the latter says why. Wait this long for it.
@@ -302,6 +302,8 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
             continue
         if _was_rejected(pod):
             klass, failure = _ERROR, _rejected(pod, entry, now)
+        elif init := _failed_init(pod):
+            klass, failure = _ERROR, _init_failed(pod, init, entry, now)
         elif pod.metadata.deletion_timestamp or pod.status.phase == "Failed":
             klass, failure = _OUTSIDE, _removed(pod, entry, now)
         elif picture.lost(pod):
@@ -406,6 +408,28 @@ def _was_rejected(pod: Pod) -> bool:
 def _rejected(pod: Pod, entry: GroupStatus, now: float) -> Failure:
     words = f"was rejected by the kubelet of {pod.spec.node_name}: {pod.status.message}"
     return msgspec.structs.replace(_outside(pod.status.reason, pod, words, entry, now), charged=True)
+
+
+def _failed_init(pod: Pod) -> ContainerStatus | None:
+    """The init container that a pod failed with, where it is not restarted in place: that of a head."""
+    disrupted = pod.condition("DisruptionTarget")
+    if pod.status.phase != "Failed" or pod.status.reason or pod.metadata.deletion_timestamp:
+        return None
+    if preparing.has_begun(pod) or (disrupted and disrupted.status == "True"):
+        return None
+    beside = preparing.sidecars(pod)
+    inits = [status for status in pod.status.init_container_statuses if status.name not in beside]
+    return next((status for status in inits if (ended := status.state.terminated) and ended.exit_code), None)
+
+
+def _init_failed(pod: Pod, init: ContainerStatus, entry: GroupStatus, now: float) -> Failure:
+    ended = init.state.terminated or Terminated()
+    words = f"failed: its init container {init.name} exited with code {ended.exit_code}"
+    return msgspec.structs.replace(
+        _outside("InitContainerFailed", pod, words, entry, now),
+        charged=True,
+        log_tail=symptoms.tail(ended.message),
+    )
 
 
 def _removal_came_first(pod: Pod, ended: Terminated) -> bool:

@@ -28,6 +28,11 @@ def has_begun(pod: Pod) -> bool:
     return bool(engine and (engine.state.running or engine.state.terminated or engine.last_state.terminated))
 
 
+def sidecars(pod: Pod) -> set[str]:
+    """Init containers that nobody waits for: they run as long as the pod."""
+    return {container.name for container in pod.spec.init_containers if container.restart_policy == "Always"}
+
+
 def stuck(container: ContainerStatus) -> Waiting | None:
     """Why a container cannot go on, where its kubelet says so."""
     held = container.state.waiting
@@ -40,15 +45,15 @@ def at_work(pod: Pod) -> Work:
     mounted = prepared is not None and prepared.status == "True"
     last = prepared if mounted else scheduled
     since = seconds(last.last_transition_time) if last else None
-    sidecars = {container.name for container in pod.spec.init_containers if container.restart_policy == "Always"}
+    beside = sidecars(pod)
     due = pod.engine
     for container in pod.status.init_container_statuses:
         running, ended = container.state.running, container.state.terminated
-        if running and container.name in sidecars and container.started is not False:
+        if running and container.name in beside and container.started is not False:
             since = seconds(running.started_at)  # it runs for ever, and nothing waits for its end
         elif running:
             words = f"sidecar {container.name} is still starting"
-            if container.name not in sidecars:
+            if container.name not in beside:
                 words = f"init container {container.name} is still running"
             return Work(words, seconds(running.started_at))
         elif ended and ended.exit_code:

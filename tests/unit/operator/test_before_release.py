@@ -237,3 +237,18 @@ def test_raising_schedule_timeout_seconds_during_a_download_lets_it_go_on_and_to
     world.reconcile()
     assert world.entry().incarnation == incarnation
     assert not [line for line in world.take_log() if line.startswith(("create", "delete"))]
+
+
+def test_an_init_container_that_fails_for_good_is_named_and_not_taken_for_a_deletion():
+    """The kubelet does not restart it in a head, whose pod then fails without a word of its own; the sidecar ends last."""
+    world, incarnation = placed()
+    head = f"web-0-{incarnation}-head"
+    prepares(world, head, inits=[ended("relay", 9, code=143), ended("fetch", 8, code=3)], sidecars=("relay",))
+    world.pod(head)["status"]["phase"] = "Failed"
+    world.now += 10
+    world.reconcile()
+    (entry,) = world.cr.status.groups
+    (failure,) = entry.last_failures
+    assert (failure.reason, failure.pod, failure.charged) == ("InitContainerFailed", head, True)
+    assert "its init container fetch exited with code 3" in failure.message
+    assert entry.restarts == 1
