@@ -316,7 +316,7 @@ def _first_end(entry: GroupStatus, objects: IncarnationObjects, picture: Picture
             continue
         found.append(_sign_of(klass, failure, objects, now))
     missing = _missing(entry, objects, now)
-    if missing:
+    if missing and all(sign.klass != _OUTSIDE for sign in found):  # what is still there tells why it goes
         found.append(_Sign(_OUTSIDE, now, missing))
     if not found:
         return Verdict(None)

@@ -351,6 +351,15 @@ def test_a_head_that_is_gone_is_the_cause_of_its_workers_end_with_0(group: Group
     assert (group.first()[0], group.cause().reason, group.cause().charged) == ("head", "MemberDeleted", False)
 
 
+def test_why_a_member_goes_says_more_than_that_another_one_is_gone(group: Group):
+    del group.world.objects["Pod", group.pod("head")]
+    taken_away(group, "w-1", at=-5)
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction"}
+    group.world.pod(group.pod("w-1"))["status"]["conditions"] = [evicted]
+    group.reported(29.5)  # a whole second, as all of these signs have it
+    assert (group.first()[0], group.cause().reason) == ("w-1", "EvictionByEvictionAPI")
+
+
 def test_a_node_is_not_said_to_fail_first_by_logs_that_only_tell_of_another():
     """A person would cordon it."""
     world = World()
