@@ -128,8 +128,8 @@ class Relay:
                 ready=local * (head in self.ready),
             ),
             engine_versions={OLD_VERSION: len(self.told)} if self.told else {},
-            lost=self.lost,
-            restarted=self.restarted,
+            lost=[*self.lost],
+            restarted=[*self.restarted],
         )
 
 

@@ -67,7 +67,7 @@ MOST_RELEASES = 4  # of groups that are given up: what ends them may strike once
 LOOP_S = 300  # how long a revision that never works is looked at
 WRITES_PER_ATTEMPT = 25  # 15 are the most that were seen
 ATTEMPTS_IN_VAIN = 60  # and one a second: to write into a namespace that is being deleted
-QUIET_S = 900.0  # how long nothing may be written at rest: longer than two resyncs
+QUIET_S = 740.0  # how long nothing may be written at rest: longer than two resyncs
 
 
 class Fault(NamedTuple):
@@ -87,11 +87,12 @@ class History:
     faults: tuple[Fault, ...]
     max_restarts: int | None = None
     report_lag_s: float = 0.0  # of the slowest kubelet, at most; every node has its own
+    slot_s: float = 0.0  # what watches and relays tell comes in so often, all at once; 0: each by itself
 
     @staticmethod
     def of(seed: int) -> History:
         chance = random.Random(seed)
-        replicas = chance.choice((1, 1, 1, 2, 2, 3))
+        replicas = chance.choice((1, 1, 1, 1, 2, 2, 3))
         surge, unavailable = chance.choice(((0, 1), (0, 1), (1, 0), (1, 1), (0, 2), ("50%", 0), (0, "34%")))
         count = chance.choice((1, 1, 1, 2, 2, 2, 3, 5))
         kinds = list(FAULTS)
@@ -113,6 +114,7 @@ class History:
             faults=tuple(faults),
             max_restarts=chance.choice((None, None, None, None, 0, 1)),
             report_lag_s=chance.choice((0.0, 0.3, 1.0, 1.2)),
+            slot_s=chance.choice((0.0, 1.0, 2.0, 3.0)),
         )
 
 
@@ -134,7 +136,9 @@ class World:
         lag = random.Random(history.seed ^ 0x1A6)
         self.cluster = Cluster(self.chance, nodes, {name: history.report_lag_s * lag.random() for name in nodes})
         self.weather = Weather()
-        self.process = Process(self.cluster, self.weather, Watchdog(self), random.Random(history.seed ^ 0xFACE))
+        self.process = Process(
+            self.cluster, self.weather, Watchdog(self), random.Random(history.seed ^ 0xFACE), history.slot_s
+        )
         self.spec: dict[str, Any] = {
             "model": {"name": "m", "architecture": "Dense"},
             "engine": {"image": GOOD},

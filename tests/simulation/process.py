@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from dp_handshake.messages import Snapshot
 from dp_operator import naming, reconciler
@@ -188,7 +191,7 @@ class FakeMonitors:
                         self.hear(relay)
 
     def hear(self, relay: Relay) -> None:
-        self._process.cluster.after(0.01, self._process._lag_s, self._take, relay)
+        self._process.arrive(0.01, self._take, relay)
 
     def _take(self, relay: Relay) -> None:
         wanted = self._wanted.get(relay.incarnation)
@@ -196,9 +199,11 @@ class FakeMonitors:
             return
         if self._process.cluster.reachable(relay):
             snapshot = relay.snapshot(self._process.cluster.now)
+            before = self.snapshots.get(relay.incarnation)
             self.snapshots[relay.incarnation] = snapshot
-            self.errors.pop(relay.incarnation, None)
-            self._changed(wanted[0])
+            recovered = self.errors.pop(relay.incarnation, None) is not None
+            if recovered or before is None or msgspec.structs.replace(before, time=snapshot.time) != snapshot:
+                self._changed(wanted[0])  # like the real one, which wakes nobody for what is known
         elif relay.incarnation not in self.errors:
             self.errors[relay.incarnation] = "unreachable"
             self._changed(wanted[0])
@@ -210,7 +215,9 @@ class FakeMonitors:
 class Process:
     """An operator that can be killed and comes back. `writes` counts API writes of all its lives."""
 
-    def __init__(self, cluster: Cluster, weather: Weather, watchdog: Any, chance: random.Random) -> None:
+    def __init__(
+        self, cluster: Cluster, weather: Weather, watchdog: Any, chance: random.Random, slot_s: float = 0.0
+    ) -> None:
         self.cluster = cluster
         self.weather = weather
         self.watchdog = watchdog
@@ -226,6 +233,7 @@ class Process:
         self._inbox: dict[str, list[tuple[str, Object]]] = {}
         self._listening = False
         self._lag_s = chance.choice((0.2, 1.5, 3.0))  # of watches and monitors, at most; every history has its own
+        self._slot_s = slot_s
         cluster.watchers.append(self._saw)
         cluster.relay_watchers.append(self._heard)
 
@@ -310,7 +318,13 @@ class Process:
         inbox = self._inbox.setdefault(kind, [])
         inbox.append((event, obj))
         if len(inbox) == 1:
-            self.cluster.after(0.02, self._lag_s, self._deliver, kind, self.reconciler)
+            self.arrive(0.02, self._deliver, kind, self.reconciler)
+
+    def arrive(self, soonest_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Let news come in after the lag of its way: all that is due in a slot in one go, as a busy operator hears it."""
+        lag_s = soonest_s + (self._lag_s - soonest_s) * self.cluster.chance.random()
+        at = self.cluster.loop.time() + lag_s
+        self.cluster.loop.call_at(math.ceil(at / self._slot_s) * self._slot_s if self._slot_s else at, action, *args)
 
     def _deliver(self, kind: str, to: reconciler.Reconciler) -> None:
         late_s = self.weather.late.get(kind, 0.0) - self.cluster.now
