@@ -12,6 +12,7 @@ What the operator has to live with, and the kinds of faults (FAULTS) that bring 
 | 409, 429 with Retry-After, 500, 503, 504; an answer that is lost | `api errors`, `lost answers`, `webhook down` |
 | 410: a continue token, a watch's resourceVersion that is too old | `lists expire`, `watch broken` |
 | a watch that is dropped and goes on, or goes silent | `watch late`, `watch silent` |
+| news that comes one by one, or in bursts to an operator that is busy | the histories' `slot_s` |
 | clock steps | `clock step` |
 | the resource deleted (in the background, in the foreground) and made anew while old pods end | `recreate` |
 | children edited or deleted by hand | `child edited`, `child relabelled`, `child deleted`, `pod deleted` |

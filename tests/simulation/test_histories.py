@@ -18,13 +18,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from dp_handshake.messages import PodRestarted, RankLost
 from dp_operator import api, disruption, failure, plan, reconciler, rollout
 from dp_operator.client import ApiError, Client
 from dp_operator.failure import Verdict
 from dp_operator.observe import timestamp
 from tests.simulation import history as module
+from tests.simulation.cluster import Relay
 from tests.simulation.history import FAULTS, Fault, History, Outcome, run, shrunk
-from tests.simulation.process import FakeClient
+from tests.simulation.process import FakeClient, Process
 
 COUNT = int(os.environ.get("SIMULATION_HISTORIES", "300"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
@@ -170,7 +172,35 @@ def test_every_kind_of_fault_alone_is_overcome(kind, surge, unavailable):
 
 def test_the_table_of_troubles_names_every_kind_of_fault():
     named = set(re.findall(r"`([a-z_ ]+)`", module.__doc__.partition("| trouble |")[2]))
-    assert named == {*FAULTS, "max_restarts"}
+    assert named == {*FAULTS, "max_restarts", "slot_s"}
+
+
+def test_news_that_is_due_in_the_same_slot_comes_to_the_operator_at_once(monkeypatch):
+    deliver, came_at = Process._deliver, []
+
+    def noted(mine, kind, to):
+        came_at.append(mine.cluster.loop.time())
+        deliver(mine, kind, to)
+
+    monkeypatch.setattr(Process, "_deliver", noted)
+    outcome = run(replace(PLAIN, slot_s=2.0, faults=(Fault(30.0, "engine ends", 0),)))
+    assert not outcome.wrong, report(outcome)
+    assert {at % 2.0 for at in came_at} == {0.0}
+    assert len(set(came_at)) < len(came_at)
+
+
+def test_what_a_relay_has_told_does_not_change_before_it_tells_more():
+    relay = Relay(
+        head_uid="u",
+        incarnation="abcde",
+        ip="198.18.0.1",
+        plan={"size": 1, "sizeLocal": 1, "headPlacement": "Colocated", "headPod": "web-0-abcde-head", "workers": []},
+    )
+    told = relay.snapshot(0.0)
+    relay.lost.append(RankLost(time=1.0, rank=0, pod="web-0-abcde-head", message="connection closed"))
+    relay.restarted.append(PodRestarted(time=1.0, pod="web-0-abcde-head", message="again"))
+    assert not told.lost
+    assert not told.restarted
 
 
 def test_a_history_replays_exactly():
