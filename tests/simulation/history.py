@@ -826,7 +826,7 @@ def _stranger(world: World, chance: random.Random) -> None:
     """The name of a child that is made next is somebody else's."""
     kind = chance.choice(("Service", "NetworkPolicy", "ConfigMap", "PodDisruptionBudget", "StatefulSet", "Pod"))
     world.cluster.squatters.add(kind)
-    kept = world.cluster.objects.get((kind, "web"))
+    kept = next((obj for obj in world.ours(kind) if obj["metadata"]["name"] == "web"), None)
     if kept and chance.random() < 0.5:
         world.cluster._drop(kept)
     elif chance.random() < 0.5:

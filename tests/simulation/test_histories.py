@@ -203,6 +203,12 @@ def test_what_a_relay_has_told_does_not_change_before_it_tells_more():
     assert not told.restarted
 
 
+def test_a_fault_takes_no_stranger_away_for_whose_end_the_operator_would_be_blamed():
+    faults = (Fault(4.48, "stranger", 121020484), Fault(17.94, "stranger", 820425941))
+    outcome = run(replace(PLAIN, seed=51378, replicas=3, size=3, policy="Open", faults=faults))
+    assert not outcome.wrong, report(outcome)
+
+
 def test_a_history_replays_exactly():
     history = History.of(3)
     assert run(history).trace == run(history).trace
