@@ -40,6 +40,7 @@ SAY_EVERY_S = 10.0
 PROBE_TIMEOUT_S = 2.0
 TELL_FOR_S = 10.0
 PRESTOP_CONNECT_S = 1.3  # a packet that was lost is sent again after a second
+PRESTOP_AGAIN_S = 0.5
 
 
 def read_plan() -> dict[str, Any]:
@@ -480,7 +481,8 @@ def prestop(seconds: float) -> int:
     while failures < 2 and time.monotonic() < end:
         pause_s = min(0.5, max(0.0, end - time.monotonic()))
         try:
-            with socket.create_connection((head, port), timeout=PRESTOP_CONNECT_S) as connection:
+            limit_s = PRESTOP_AGAIN_S if failures else PRESTOP_CONNECT_S
+            with socket.create_connection((head, port), timeout=limit_s) as connection:
                 failures = 0
                 # Open until the next look: it tells the end of the monitor, whose address may be gone a moment later,
                 # and there nobody refuses a connection.
@@ -489,7 +491,8 @@ def prestop(seconds: float) -> int:
                 else:
                     pause_s = 0.0
         except socket.timeout:  # noqa: UP041 - of its own kind before Python 3.10
-            break  # nobody to say no: the head's address is gone, or its node
+            # Nobody says no: the head's address is gone, or its node; or packets were lost, and a short look tells.
+            failures, pause_s = failures + 1, 0.0
         except OSError:
             failures += 1
         time.sleep(pause_s)

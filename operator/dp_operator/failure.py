@@ -79,14 +79,23 @@ def judge(
     if reported.failure:
         return reported
     late = _too_late(spec, entry, objects, now)
-    if late.failure and entry.state != "Serving" and not heard and late.failure.reason != _GOES_ON:
-        # An operator that was away for long has yet to hear how far the group has come meanwhile; no further than to the
-        # engines, where one does not even run.
+    if late.failure and entry.state != "Serving" and not heard and not _is_certain(late.failure, entry, objects):
+        # An operator that was away for long has yet to hear how far the group has come meanwhile.
         late = Verdict(None, now + CAUSE_WAIT_S)
     if late.failure:
         return late
     times = [at for at in (reported.look_again_at, late.look_again_at) if at is not None]
     return Verdict(None, min(times) if times else None)
+
+
+def _is_certain(late: Failure, entry: GroupStatus, objects: IncarnationObjects) -> bool:
+    """Whether a deadline has passed whatever the monitor says: no group was released of which an engine never ran.
+
+    A pod that was made again may be one that the group lost after its release.
+    """
+    scheduled = seconds(entry.scheduled_at)
+    made = [seconds(pod.metadata.creation_timestamp) or 0.0 for pod in objects.pods]
+    return late.reason == _GOES_ON and scheduled is not None and all(at <= scheduled for at in made)
 
 
 def suspected_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> str | None:
@@ -148,7 +157,9 @@ def corrected(entry: GroupStatus, found: Failure) -> GroupStatus:
         tally = _counted({node: count for node, count in left.items() if count}, after)
     restarts, due = entry.restarts, entry.next_attempt_at
     if known.charged and not found.charged and restarts:
-        restarts, due = restarts - 1, due or known.noticed_at  # it may have been given up
+        # Nobody's fault, so at once, as if it had been known; where it is not the first of its kind, the back-off stays.
+        first = all(failure.charged for failure in older)
+        restarts, due = restarts - 1, known.noticed_at if first else due or known.noticed_at
     found = msgspec.structs.replace(found, noticed_at=known.noticed_at)
     return msgspec.structs.replace(
         entry, last_failures=[found, *older], node_failures=tally, restarts=restarts, next_attempt_at=due
@@ -345,7 +356,7 @@ def _missing(entry: GroupStatus, objects: IncarnationObjects, now: float) -> Fai
         missing.append("the ConfigMap")
     if objects.plan:
         missing += sorted(ws.name for ws in objects.plan.workers if ws.name not in objects.stateful_sets)
-    if not missing and entry.scheduled_at and entry.released_at:
+    if not missing and entry.scheduled_at:
         # All pods were seen once, so one that is not there now is gone.
         here = {pod.name for pod in objects.pods}
         missing = [name for name in firsts if name not in here]
@@ -610,25 +621,26 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
         deadline = created + startup.schedule_timeout_seconds
         if placed or now < deadline:
             return Verdict(None, None if placed else deadline)
-        message = (
-            f"not all pods had a node after {startup.schedule_timeout_seconds} s (startup.scheduleTimeoutSeconds), "
-            f"so the group gives its nodes back and tries again: {entry.waiting_for}"
-        )
-        return Verdict(_late("WaitingForCapacity", message, entry, now, charged=False))
-    soon = scheduled + startup.schedule_timeout_seconds
+        return Verdict(_without_nodes(startup.schedule_timeout_seconds, entry, now))
+    # A pod that was deleted and made again meanwhile has the whole time once more.
+    made = [at for pod in objects.pods if (at := seconds(pod.metadata.creation_timestamp)) is not None]
+    soon = max([scheduled, *made]) + startup.schedule_timeout_seconds
+    if not all(pod.spec.node_name for pod in objects.pods):
+        if now < soon:
+            return Verdict(None, soon)
+        return Verdict(_without_nodes(startup.schedule_timeout_seconds, entry, now))
     held = _stuck(objects) or _not_begun(objects, now)
     if held and now >= soon:
-        name, reason, why, uncertain = held
-        pod = next((pod for pod in objects.pods if pod.name == name), None)
-        node = pod.spec.node_name if pod else ""
+        pod, reason, why, uncertain = held
+        name, node = pod.name, pod.spec.node_name
         message = (
-            f"pod {name}{f' on {node}' if node else ''} {why}, {startup.schedule_timeout_seconds} s after all pods had a "
+            f"pod {name} on {node} {why}, {startup.schedule_timeout_seconds} s after all pods had a "
             f"node (startup.scheduleTimeoutSeconds{_IF_IT_GOES_ON if reason == _GOES_ON else ''}): {entry.waiting_for}"
         )
         failure = _late(reason, message, entry, now, charged=True)
         rank = objects.first_ranks.get(name)
         return Verdict(msgspec.structs.replace(failure, pod=name, node=node, rank=rank, uncertain=uncertain))
-    if held and held.reason == _GOES_ON:
+    if held:
         return Verdict(None, soon)
     late = _all_begun_at(objects, scheduled, soon, now) + startup.timeout_seconds
     if now < late:
@@ -638,6 +650,14 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
         f"(startup.timeoutSeconds): {entry.waiting_for}"
     )
     return Verdict(_late("CheckInDeadlineExceeded", message, entry, now, charged=True))
+
+
+def _without_nodes(limit_s: int, entry: GroupStatus, now: float) -> Failure:
+    message = (
+        f"not all pods had a node after {limit_s} s (startup.scheduleTimeoutSeconds), "
+        f"so the group gives its nodes back and tries again: {entry.waiting_for}"
+    )
+    return _late("WaitingForCapacity", message, entry, now, charged=False)
 
 
 def _late(reason: str, message: str, entry: GroupStatus, now: float, *, charged: bool) -> Failure:
@@ -653,7 +673,7 @@ def _late(reason: str, message: str, entry: GroupStatus, now: float, *, charged:
 class _Held(NamedTuple):
     """A pod whose engine is not to be waited for any longer."""
 
-    pod: str
+    pod: Pod
     reason: str
     why: str
     uncertain: bool = False  # others are as late, on other nodes
@@ -667,22 +687,21 @@ def _stuck(objects: IncarnationObjects) -> _Held | None:
             if held:
                 reason = "ImagePullFailed" if held.reason in _PULL_FAILURES else "ContainerStuck"
                 words = f"does not come up: {held.reason}: container {status.name}: {held.message}"
-                return _Held(pod.name, reason, words[:400])
+                return _Held(pod, reason, words[:400])
     return None
 
 
 def _not_begun(objects: IncarnationObjects, now: float) -> _Held | None:
     """The first pod, by rank, whose engine does not run yet, with what its kubelet is at."""
     here = {pod.name: pod for pod in objects.pods}
-    late = [name for name in objects.first_ranks if name not in here or not preparing.has_begun(here[name])]
+    late = [here[name] for name in objects.first_ranks if name in here and not preparing.has_begun(here[name])]
     if not late:
         return None
     first, *others = late
-    pod = here.get(first)
-    work = preparing.at_work(pod) if pod else preparing.Work("it does not exist any more", None)
+    work = preparing.at_work(first)
     long = f" for {max(0.0, now - work.since):.0f} s" if work.since is not None else ""
     more = f" (nor do {len(others)} more)" if others else ""
-    nodes = {here[name].spec.node_name for name in late if name in here}
+    nodes = {pod.spec.node_name for pod in late}
     words = f"does not run its engine{more}: {work.words}{long}"
     return _Held(first, _GOES_ON, words[:400], uncertain=len(nodes) > 1)
 

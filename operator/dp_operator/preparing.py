@@ -2,7 +2,7 @@
 
 A kubelet says `ContainerCreating` or `PodInitializing` for all of it. Condition PodReadyToStartContainers tells mounts
 from pulls, and the order of the containers tells one pull from the next. Times are those of the node, so they are good
-for words only.
+for words only, and what is before the pod was made cannot be.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def stuck(container: ContainerStatus) -> Waiting | None:
 
 def at_work(pod: Pod) -> Work:
     """What the kubelet is at in a pod whose engine has not begun."""
+    words, since = _at_work(pod)
+    made = seconds(pod.metadata.creation_timestamp)
+    return Work(words, since if since is None or made is None else max(since, made))
+
+
+def _at_work(pod: Pod) -> Work:
     scheduled, prepared = pod.condition("PodScheduled"), pod.condition("PodReadyToStartContainers")
     mounted = prepared is not None and prepared.status == "True"
     last = prepared if mounted else scheduled

@@ -178,6 +178,74 @@ def test_what_cannot_start_is_named_before_what_goes_on():
     assert (failure.reason, failure.pod) == ("ContainerStuck", stuck["metadata"]["name"])
 
 
+def test_an_image_that_cannot_be_pulled_is_no_launcher_that_is_late():
+    world, incarnation = placed(scheduleTimeoutSeconds=900, timeoutSeconds=60)
+    stuck = world.pod(f"web-0-{incarnation}-w-2")
+    stuck["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ImagePullBackOff"}}
+    world.now += 899
+    world.reconcile()
+    assert world.entry().state == "Starting"
+    world.now += 2
+    world.reconcile()
+    (failure,) = world.cr.status.groups[0].last_failures
+    assert (failure.reason, failure.pod) == ("ImagePullFailed", stuck["metadata"]["name"])
+
+
+def test_a_worker_that_vanishes_before_the_release_was_deleted_and_is_not_late():
+    """By `kubectl delete --force` or the pod garbage collector: it was never seen to end."""
+    world, incarnation = placed(timeoutSeconds=3600)
+    world.now += 110
+    del world.objects["Pod", f"web-0-{incarnation}-w-1"]
+    world.reconcile()
+    (entry,) = world.cr.status.groups
+    (failure,) = entry.last_failures
+    assert (failure.reason, failure.charged, entry.restarts) == ("MemberDeleted", False, 0)
+
+
+def test_a_worker_that_is_made_again_before_the_release_has_the_whole_time_for_a_node_and_its_engine():
+    world, incarnation = placed(timeoutSeconds=3600)
+    world.now += 110
+    pod = world.pod(f"web-0-{incarnation}-w-1")
+    pod["metadata"] |= {"uid": "another", "creationTimestamp": timestamp(world.now)}
+    pod["spec"]["nodeName"] = ""
+    lacking = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes"}
+    pod["status"] = {"conditions": [lacking | {"lastTransitionTime": timestamp(world.now)}]}
+    world.now += 59
+    world.reconcile()
+    assert world.entry().incarnation == incarnation
+    world.now += 2
+    world.reconcile()
+    (entry,) = world.cr.status.groups
+    (failure,) = entry.last_failures
+    assert (failure.reason, failure.charged, entry.restarts) == ("WaitingForCapacity", False, 0)
+    assert "0/4 nodes" in failure.message
+
+
+def test_a_worker_that_was_made_again_while_the_operator_was_away_is_not_late_before_the_monitor_is_heard():
+    """Its group may have been released meanwhile, and then it was deleted."""
+    world, incarnation = placed(timeoutSeconds=3600)
+    head = world.pod(f"web-0-{incarnation}-head")
+    world.now += 5000
+    pod = f"web-0-{incarnation}-w-1"
+    prepares(world, pod)
+    world.pod(pod)["metadata"] |= {"uid": "another", "creationTimestamp": timestamp(START + 4000)}
+    head["status"]["initContainerStatuses"] = [running("relay")]
+    world.reconcile()
+    assert world.entry().incarnation == incarnation
+    world.pod(pod)["metadata"]["creationTimestamp"] = timestamp(START - 1)
+    world.reconcile()
+    (failure,) = world.cr.status.groups[0].last_failures
+    assert failure.reason == "ContainersNotStarted", "an engine that never ran was not released"
+
+
+def test_what_a_node_says_of_before_the_pod_was_made_is_its_clocks_fault():
+    world, incarnation = placed()
+    prepares(world, f"web-0-{incarnation}-w-1", inits=[running("fetch", -7200)])
+    world.now += 31
+    world.reconcile()
+    assert "init container fetch is still running, for over 30 s" in world.entry().waiting_for
+
+
 def test_a_long_preparation_takes_nothing_of_the_time_that_launchers_have():
     world, incarnation = placed(scheduleTimeoutSeconds=500)
     pod = f"web-0-{incarnation}-w-1"

@@ -319,6 +319,7 @@ def test_a_pod_that_was_deleted_is_the_cause_of_the_end_of_one_that_only_tells_o
     assert (group.first(), group.cause().reason, group.cause().charged) == (("w-1", 2), reason, False)
     (entry,) = group.world.cr.status.groups
     assert (entry.restarts, entry.node_failures) == (0, {})
+    assert entry.next_attempt_at == group.cause().noticed_at, "at once, as after any deletion"
 
 
 def test_a_group_that_is_to_be_given_up_is_tried_again_where_a_deletion_was_the_cause():
