@@ -94,8 +94,14 @@ def _is_certain(late: Failure, entry: GroupStatus, objects: IncarnationObjects) 
     A pod that was made again may be one that the group lost after its release.
     """
     scheduled = seconds(entry.scheduled_at)
-    made = [seconds(pod.metadata.creation_timestamp) or 0.0 for pod in objects.pods]
-    return late.reason == _GOES_ON and scheduled is not None and all(at <= scheduled for at in made)
+    return late.reason == _GOES_ON and scheduled is not None and not _made_again(entry, objects, scheduled)
+
+
+def _made_again(entry: GroupStatus, objects: IncarnationObjects, complete: float) -> list[float]:
+    """When pods were made that were not there when all of them were. Times have whole seconds, hence the one more."""
+    at_latest = _by_their_clock(entry, objects, complete) + 1
+    times = [seconds(pod.metadata.creation_timestamp) for pod in objects.pods]
+    return [at for at in times if at is not None and at > at_latest]
 
 
 def suspected_at(entry: GroupStatus, objects: IncarnationObjects, now: float) -> str | None:
@@ -396,16 +402,20 @@ def _first_of(found: list[_Sign]) -> Failure:
 def _members_complete_at(entry: GroupStatus, objects: IncarnationObjects) -> float:
     """A moment after which no pod of the group can have been made, in the API server's time.
 
-    That is when the group was released, which is known by the operator's clock; the same span after the head was made
-    corrects a clock that is behind.
+    That is when the group was released.
     """
-    released, created = seconds(entry.released_at), seconds(entry.created_at)
+    released = seconds(entry.released_at)
+    return float("inf") if released is None else _by_their_clock(entry, objects, released)
+
+
+def _by_their_clock(entry: GroupStatus, objects: IncarnationObjects, moment: float) -> float:
+    """A moment of the ledger in the API server's time.
+
+    The ledger has the operator's; the same span after the head was made corrects a clock that is behind.
+    """
+    created = seconds(entry.created_at)
     head_made = seconds(objects.head.metadata.creation_timestamp) if objects.head else None
-    if released is None:
-        return float("inf")
-    if created is None or head_made is None:
-        return released
-    return max(released, head_made + released - created)
+    return moment if created is None or head_made is None else max(moment, head_made + moment - created)
 
 
 def _was_rejected(pod: Pod) -> bool:
@@ -623,8 +633,7 @@ def _not_released(spec: Spec, entry: GroupStatus, objects: IncarnationObjects, n
             return Verdict(None, None if placed else deadline)
         return Verdict(_without_nodes(startup.schedule_timeout_seconds, entry, now))
     # A pod that was deleted and made again meanwhile has the whole time once more.
-    made = [at for pod in objects.pods if (at := seconds(pod.metadata.creation_timestamp)) is not None]
-    soon = max([scheduled, *made]) + startup.schedule_timeout_seconds
+    soon = max([scheduled, *_made_again(entry, objects, scheduled)]) + startup.schedule_timeout_seconds
     if not all(pod.spec.node_name for pod in objects.pods):
         if now < soon:
             return Verdict(None, soon)
