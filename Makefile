@@ -55,7 +55,7 @@ simulation: $(STAMP) ## 20,000 histories of faults on a virtual clock, on all co
 
 .PHONY: component
 component: $(STAMP) ## Real sockets and processes on loopback and in own network namespaces
-	$(BIN)/pytest -q -n 2 tests/component
+	$(BIN)/pytest -q tests/component
 
 .PHONY: golden
 golden: $(STAMP) ## Write the generated files anew: CRD, docs/api.md, golden test data, transcripts

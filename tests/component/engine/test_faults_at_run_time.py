@@ -95,7 +95,9 @@ def test_every_fault_of_a_serving_rank_can_be_armed_while_it_serves(bed, wait, t
     if how == "signal":
         os.kill(pid, signal.SIGUSR1)
     else:
-        inject(bed, f"{kind}:ranks=1" + (keys and f",{keys}"))
+        # A rank that falls at once may do so before its answer has left it, and the head of a dense group never notices.
+        with contextlib.suppress(OSError) if gone else contextlib.nullcontext():
+            inject(bed, f"{kind}:ranks=1" + (keys and f",{keys}"))
     if kind.endswith("-on-request"):
         if how == "endpoint":  # after a signal nobody says when the rank has taken notice
             bed.complete(headers=rank_1)
