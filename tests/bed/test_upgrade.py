@@ -79,7 +79,13 @@ def test_an_operator_that_renders_differently_touches_no_running_group(
     space.create(dpd("runs", size=3, replicas=2))
     space.until_ready("runs")
     before = identities(space.pods("runs"))
-    ledger = space.status("runs")["groups"]
+    # Ready is said by the heads; the relay tells of the last rank a moment later.
+    ledger = until(
+        "the ledger has both groups serving",
+        lambda: space.status("runs")["groups"],
+        lambda groups: all(group["state"] == "Serving" for group in groups),
+        within_s=30,
+    )
     first = upgrade.images()
     for number, step in enumerate((upgrade.go, upgrade.back)):
         step()
