@@ -79,7 +79,7 @@ def _namespaces(cluster: Cluster) -> Iterator[None]:
             for item in cluster.call("GET", f"/api/v1/namespaces?labelSelector={LABELS}/run={RUN}")["items"]
         ],
         lambda names: not names,
-        within_s=90,
+        within_s=180,  # the controller waits for half of a pod's grace period before it looks again
     )
 
 
