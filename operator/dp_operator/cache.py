@@ -194,8 +194,8 @@ def _trimmed(kind: str, obj: Object) -> Object:
     if kind == "Pod":
         spec = obj.get("spec") or {}
         # Whoever waits for an init container must tell it from a sidecar.
-        inits = [{"name": c["name"], "restartPolicy": c.get("restartPolicy")} for c in spec.get("initContainers") or []]
-        sidecars = [container for container in inits if container["restartPolicy"]]
+        inits = [c for c in spec.get("initContainers") or [] if c.get("restartPolicy")]
+        sidecars = [{"name": c["name"], "restartPolicy": c["restartPolicy"]} for c in inits]
         kept["spec"] = {"nodeName": spec.get("nodeName") or ""} | ({"initContainers": sidecars} if sidecars else {})
         status = obj.get("status") or {}
         names = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")

@@ -234,30 +234,28 @@ def _by_reason(
 
     With how long the one that waits longest does so; and when that changes.
     """
-    reasons: dict[tuple[int, str], list[tuple[str, int]]] = {}
-    since: dict[tuple[int, str], list[float]] = {}
+    reasons: dict[tuple[int, str], list[tuple[str, int, float | None]]] = {}
     for name, first in absent:
         why = pod_reason(pods.get(name))
-        reasons.setdefault((why.urgency, why.words), []).append((name, first))
-        if why.since is not None:
-            since.setdefault((why.urgency, why.words), []).append(why.since)
+        reasons.setdefault((why.urgency, why.words), []).append((name, first, why.since))
     parts = []
     times = []
-    for key, members in sorted(reasons.items(), key=lambda item: (item[0][0], item[1][0][1])):
+    for (_, words), members in sorted(reasons.items(), key=lambda item: (item[0][0], item[1][0][1])):
         ranks = [
             rank
-            for name, first in members
+            for name, first, _ in members
             for rank in range(first, first + (plan.head_ranks if name == plan.head_pod else plan.size_local))
         ]
         who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}" if ranks else "the head"
-        named = [_pod_words(name, pods.get(name)) for name, _ in members[:_NAMED_PODS]]
+        named = [_pod_words(name, pods.get(name)) for name, *_ in members[:_NAMED_PODS]]
         more = f", and {len(members) - len(named)} more" if len(members) > len(named) else ""
         long = ""
-        if key in since:
-            passed, again = _step(now - min(since[key]))
+        since = min((at for *_, at in members if at is not None), default=None)
+        if since is not None:
+            passed, again = _step(now - since)
             long = f", for over {_duration(passed)}" if passed else ""
-            times.append(min(since[key]) + again)
-        parts.append(f"{who} (pod{'s' if len(members) > 1 else ''} {', '.join(named)}{more}): {key[1]}{long}")
+            times.append(since + again)
+        parts.append(f"{who} (pod{'s' if len(members) > 1 else ''} {', '.join(named)}{more}): {words}{long}")
     return "; ".join(parts), min(times) if times else None
 
 

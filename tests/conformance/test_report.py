@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,23 @@ def page_with(rows: dict[str, list[str]]) -> str:
             with table.cell(role, release, moe=kind == "MoE", seen=word):
                 pass
     return report.replace_region("<!-- table -->\n<!-- /table -->", "table", table.markdown())
+
+
+Lay = Callable[..., Path]
+
+
+@pytest.fixture
+def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lay:
+    """Make this text the page, which a run is asked to write: `1` all of it, `part` a part."""
+
+    def to(text: str, *, asked: str = "1") -> Path:
+        path = tmp_path / "page.md"
+        path.write_text(text)
+        monkeypatch.setattr(report, "PAGE", path)
+        monkeypatch.setenv(report.WRITE_ENV, asked)
+        return path
+
+    return to
 
 
 # Rows by what their tests are parametrized with or read.
@@ -63,11 +81,8 @@ def test_what_was_written_is_read_again() -> None:
     assert len(report.read_cells(page)) == 8
 
 
-def test_a_part_of_the_suite_keeps_the_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(page_with({"old": ["yes"] * 8, "both": ["yes"] * 8}))
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "part")
+def test_a_part_of_the_suite_keeps_the_other_cells(lay: Lay) -> None:
+    path = lay(page_with({"old": ["yes"] * 8, "both": ["yes"] * 8}), asked="part")
     table = Table()
     with pytest.raises(AssertionError), table.cell("both", "0.33.0", moe=True):
         raise AssertionError
@@ -77,11 +92,8 @@ def test_a_part_of_the_suite_keeps_the_other_cells(tmp_path: Path, monkeypatch: 
     assert cells["old", "0.11", "dense"] == "yes"
 
 
-def test_a_hole_that_nothing_explains_fails_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("<!-- table -->\n<!-- /table -->")
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "1")
+def test_a_hole_that_nothing_explains_fails_a_whole_run(lay: Lay) -> None:
+    lay("<!-- table -->\n<!-- /table -->")
     table = Table()
     with table.cell("a role", "0.33.0", moe=True):
         pass
@@ -90,13 +102,8 @@ def test_a_hole_that_nothing_explains_fails_a_whole_run(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("shortfall", ["skipped", "failed", "deselected", None])
-def test_a_whole_run_of_which_something_is_missing_leaves_the_page_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortfall: str | None
-) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(page := page_with({"whole": ["yes"] * 8, "other": ["yes"] * 8}))
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "1")
+def test_a_whole_run_of_which_something_is_missing_leaves_the_page_as_it_was(lay: Lay, shortfall: str | None) -> None:
+    path = lay(page := page_with({"whole": ["yes"] * 8, "other": ["yes"] * 8}))
     run = Run()
     with run.table.cell("whole", "0.11.0", moe=None, seen="neither"):
         pass
@@ -121,13 +128,8 @@ def test_only_what_was_short_or_failed_is_missing_from_a_run(
     assert run.counts == ({outcome: 1} if counts else {})
 
 
-def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(page := page_with({"kept": ["yes"] * 8, "lost": ["yes"] * 8}))
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "1")
+def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(lay: Lay) -> None:
+    path = lay(page := page_with({"kept": ["yes"] * 8, "lost": ["yes"] * 8}))
     run = Run()
     for release in RELEASES:
         with run.table.cell("kept", release, moe=None):
@@ -144,13 +146,8 @@ def test_a_whole_run_without_a_row_of_the_page_fails_and_leaves_it(
     assert report.read_cells(path.read_text())["lost", "0.33", "MoE"] == "neither"
 
 
-def test_what_two_workers_saw_becomes_one_page_with_its_rows_where_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(page := page_with({"first": ["yes"] * 8, "second": ["yes"] * 8}))
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "1")
+def test_what_two_workers_saw_becomes_one_page_with_its_rows_where_they_were(lay: Lay) -> None:
+    path = lay(page := page_with({"first": ["yes"] * 8, "second": ["yes"] * 8}))
     run = Run()
     for role in ("second", "first"):
         worker = Run()
@@ -162,11 +159,8 @@ def test_what_two_workers_saw_becomes_one_page_with_its_rows_where_they_were(
     assert path.read_text() == page
 
 
-def test_what_a_worker_left_out_is_missing_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(page_with({"a role": ["yes"] * 8}))
-    monkeypatch.setattr(report, "PAGE", path)
-    monkeypatch.setenv(report.WRITE_ENV, "1")
+def test_what_a_worker_left_out_is_missing_from_the_run(lay: Lay) -> None:
+    lay(page_with({"a role": ["yes"] * 8}))
     worker, run = Run(), Run()
     with worker.table.cell("a role", "0.11.0", moe=None):
         pass

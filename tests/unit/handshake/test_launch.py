@@ -363,23 +363,29 @@ def test_a_worker_outlives_the_head_which_closes_its_api_first_and_no_longer_tha
     assert finish(process, within_s=10)[0] == 0
 
 
+def head_answers(monkeypatch: pytest.MonkeyPatch, connections: list[socket.socket | None]) -> None:
+    """What comes of one try after the other to reach the head; None and all further ones: nobody says anything."""
+    tries = iter(connections)
+
+    def connect(_: object, timeout: float) -> socket.socket:
+        connection = next(tries, None)
+        if connection is None:
+            time.sleep(timeout)
+            raise TimeoutError
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(launch, "remembered_head", lambda: "192.0.2.1")
+    monkeypatch.setattr(launch, "read_plan", lambda: {"monitorHost": "192.0.2.2"})
+
+
 @pytest.mark.parametrize("seen", [True, False], ids=["ends meanwhile", "was gone before"])
 def test_a_worker_does_not_wait_long_for_a_head_whose_address_is_gone_with_it(
     monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     """Nobody says no there: a connection is simply never made. A node that was lost takes more than its own pods' time."""
     ours, theirs = socket.socketpair()
-    connections = iter([ours] if seen else [])
-
-    def connect(_: object, timeout: float) -> socket.socket:
-        for connection in connections:
-            return connection
-        time.sleep(timeout)
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(launch, "remembered_head", lambda: "192.0.2.1")
-    monkeypatch.setattr(launch, "read_plan", lambda: {"monitorHost": "192.0.2.2"})
+    head_answers(monkeypatch, [ours] if seen else [])
     threading.Timer(0.2, theirs.close).start()
     started = time.monotonic()
     assert launch.prestop(60) == 0
@@ -390,22 +396,11 @@ def test_packets_that_are_lost_for_a_moment_do_not_end_a_worker_before_its_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = socket.socketpair()
-    tries = iter([None, ours])
-
-    def connect(_: object, timeout: float) -> socket.socket:
-        for connection in tries:
-            if connection:
-                return connection
-            break
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(launch, "remembered_head", lambda: "192.0.2.1")
-    monkeypatch.setattr(launch, "read_plan", lambda: {"monitorHost": "192.0.2.2"})
-    threading.Timer(0.3, theirs.close).start()
+    head_answers(monkeypatch, [None, ours])
+    threading.Timer(launch.PRESTOP_CONNECT_S + 0.3, theirs.close).start()
     started = time.monotonic()
     assert launch.prestop(60) == 0
-    assert time.monotonic() - started >= 0.3, "the head ran until then"
+    assert time.monotonic() - started >= launch.PRESTOP_CONNECT_S + 0.3, "the head ran until then"
 
 
 def test_a_worker_that_was_never_released_stops_at_once(tmp_path: Path) -> None:
